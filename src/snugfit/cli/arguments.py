@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
 TAKE_AUTO = ("predict", "measure", "train")
-"""Commands that replace `auto` in a recipe: those about one recipe on one GPU."""
+"""Commands in which `auto` in a recipe is replaced by a found recipe: those that run one recipe on one GPU.
+"""
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
 
 
@@ -188,7 +189,7 @@ def file_option(name: str, help: str, endings: Sequence[str], rule: str) -> Any:
 
 
 PLOT_FILE = ((".png", ".svg"), "a plot is a .png or a .svg file")
-"""Endings of a plot's file, and their rule."""
+"""Allowed file endings of a plot, and the sentence of the error for any other."""
 Details = Annotated[
     bool, typer.Option("--details", "-v", "--verbose", help="Print the whole report, with tables.")
 ]
@@ -235,16 +236,16 @@ class Command(TyperCommand):
     """A command that accepts flags with underscores, and the further flags that a feature reads."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command's words and return those that are left. Raises `UsageError` for two output formats
-        at once, and for an empty value, such as an unset shell variable gives.
+        """Parse a command's arguments, and return those that the parser did not use. Raises `UsageError` for
+        two output formats at once, and for an empty value, such as an unset shell variable gives.
         """
-        # After a command, `--version` counts before any mistake in its arguments.
+        # `--version` has priority over a mistake in the arguments after a command.
         show_version(not {"-V", "--version"}.isdisjoint(args))
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         args = [_with_dashes(word, own) for word in args]
         for rewrite in hooks("rewrite_words"):
             args = rewrite(args, own)
-        # click makes Path(".") of an empty path.
+        # click turns an empty path into Path(".").
         empty = ("", Path()) if any(word == "" or word.endswith("=") for word in args) else ("",)
         rest = super().parse_args(ctx, args)
         for parameter in self.params:

@@ -104,7 +104,7 @@ def gpus(**asked: Any) -> int:
     from snugfit.job.gpu import all_gpus, find_gpus
 
     named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
-    # One name may mean several GPUs, and two names the same one.
+    # One name may match several GPUs, and two names the same GPU.
     listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
     if asked["for_model"] or asked["job_file"] or any(asked[name] for name in _OF_FEATURES):
         return _plan(listed, asked)
@@ -184,14 +184,14 @@ def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Ma
         gpus,
         asked,
         "gpus",
-        # On one kind of GPU the fastest recipe is also the cheapest.
+        # For a given GPU and rent per hour, the fastest recipe also costs the least money.
         objective="speed" if asked["objective"] == "cost" else asked["objective"],
         steps=steps,
         start=str(request.recipe) if request.configuration and not fixed else None,
         **({"keep": {technique.slot: technique for technique in fixed}} if fixed else {}),
     )
     plans = tuple(replace(one, doubts=(*one.doubts, *request.doubts)) for one in answers.answers)
-    # The requested objective orders the table, also where it did not guide the search.
+    # The requested objective orders the table of GPUs, even if each GPU's search used another.
     return replace(answers, objective=asked["objective"], answers=plans)
 
 
@@ -247,5 +247,5 @@ def _pair(text: str) -> tuple[str, Any]:
     try:
         return name.strip(), float(price)
     except ValueError:
-        # `Prices.of` raises the error for a price that is no number.
+        # `Prices.of` raises the error for a price that is not a number.
         return name.strip(), price.strip()

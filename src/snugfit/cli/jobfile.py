@@ -92,7 +92,7 @@ def kinds() -> dict[str, type]:
     further options of a command, and those of training alone. One file serves predict, plan and train.
     """
     of_job = _kinds_of(Job)
-    # Each setting of a phase is a key of its own.
+    # Each setting of a job's phases has a key of its own in the file.
     del of_job["phase_settings"]
     return of_job | phase_keys() | _OUTSIDE_THE_JOB | training_keys()
 

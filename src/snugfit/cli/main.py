@@ -45,22 +45,25 @@ from snugfit.techniques.registry import features, hooks
 from snugfit.training.ranks import ToldElsewhere
 
 _TypingMistake: type[Exception] = typer.BadParameter.__bases__[0]
-"""Typer's root of all usage errors. It carries click with it under a private name, so the class is reached
-through the one public member of its family."""
+"""The base class of all usage errors in typer's private copy of click, reached through the public
+`BadParameter`."""
 
 INTERRUPTED = 130
 FEW_COLLECTIONS = 100_000
-"""Number of objects created between two garbage collections; Python's own number is 700."""
+"""Number of objects created between two garbage collections, fewer than with Python's own threshold of 700.
+"""
 
 SHORT_FORMS = {
     "--bs": "--batch-size", "--seqlen": "--sequence-length", "--seq-len": "--sequence-length",
     "--context": "--sequence-length", "--ctx": "--sequence-length", "--context-length": "--sequence-length",
     "--data": "--dataset", "--vram": "--memory", "--device": "--gpu",
 }  # fmt: skip
-"""Options that people guess, whose letters are too far from ours to be found by likeness."""
+"""Options that users guess, each with the right option, where the spelling is too different to find it by
+similarity."""
 
 SHORTEST_WORD = 4
-"""Smallest length of a word that identifies an option: `--gpu` is as similar to `--cpu` as to any other."""
+"""Smallest number of letters of a word in an option that is compared with a mistyped one. Shorter words such
+as `gpu` and `cpu` are too similar."""
 
 app = typer.Typer(
     name="snugfit",
@@ -114,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     COMMAND_LINE.set(tuple(arguments))
     try:
         with one_of_several():
-            # Before the parsing, because plugins may add options.
+            # Plugins may add options, so they are loaded before the arguments are parsed.
             use_plugins(named_plugins(arguments))
             arguments = without_plugins(arguments)
             for rewrite in hooks("rewrite_words"):
@@ -130,10 +133,10 @@ def run(arguments: Sequence[str]) -> int:
         return _print_mistake(mistake, arguments)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # typer's of a broken pipe, or after it completed a word
+    except (BrokenPipeError, SystemExit):  # raised by typer for a broken pipe or completion
         if "_SNUGFIT_COMPLETE" not in os.environ:
             forget(sys.stdout)
-    if code == INTERRUPTED:  # typer makes a number of Ctrl-C
+    if code == INTERRUPTED:  # typer returns this exit code after Ctrl-C
         return _print_error("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
@@ -147,17 +150,17 @@ def prints_document(arguments: Sequence[str]) -> bool:
 
 def main() -> None:
     """Run the command, then exit without freeing the heap."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice is for scripts, not for reports
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for a config of a few kB
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice is for scripts too
-    if "--offline" in sys.argv:  # read by huggingface_hub when it is imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers' advice is for scripts
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a config has a few kB
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice is for scripts
+    if "--offline" in sys.argv:  # huggingface_hub reads it at import
         os.environ["HF_HUB_OFFLINE"] = "1"
     gc.set_threshold(FEW_COLLECTIONS, 50, 50)
     hasten_import()
     open_all()
     OWN_PROCESS.set(True)
     code = run(sys.argv[1:])
-    with suppress(BrokenPipeError, SnugfitError):  # whose exit code is another one already
+    with suppress(BrokenPipeError, SnugfitError):  # the exit code shows the failure already
         sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -181,10 +184,10 @@ NO_COMMANDS = {
     "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
     "version": "It is written --version: `snugfit --version`.",
 }
-"""Words that people write as a command, with advice for each."""
+"""Words that users type as a command but that are none, each with advice for the error message."""
 
 REMOVED_OPTIONS = {option: advice for one in features() for option, advice in one.removed_options.items()}
-"""Options of earlier versions and of other commands, each with advice."""
+"""Options of earlier versions and of other commands, each with advice for the error message."""
 
 
 def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
@@ -193,9 +196,9 @@ def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     command = next((one.__name__ for one in COMMANDS if [one.__name__] == arguments[:1]), "")
     path = context.command_path if context else f"snugfit {command}".rstrip()
     message = " ".join(getattr(mistake, "format_message", mistake.__str__)().split())
-    if not message:  # no arguments at all: typer has printed the help already
+    if not message:  # without any arguments, typer has printed the help already
         return 2
-    # Only typer's error of an unknown option has this attribute.
+    # Only typer's error for an unknown option has this attribute.
     if hasattr(mistake, "possibilities"):
         removed = REMOVED_OPTIONS.get((command, mistake.option_name), "")
         similar = _similar_options(mistake.option_name, context)
@@ -211,7 +214,7 @@ def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
         )
     if message.startswith("No such command") and arguments and arguments[0] in NO_COMMANDS:
         message, path = f"No such command {arguments[0]!r}. {NO_COMMANDS[arguments[0]]}", "snugfit"
-    message = _number_mistake(mistake) or message.replace("Value error, ", "")  # of pydantic's checks
+    message = _number_mistake(mistake) or message.replace("Value error, ", "")  # prefix of pydantic's errors
     message = message.rstrip(".")
     return _print_error(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
 

@@ -58,14 +58,14 @@ def measure(
     from snugfit.prediction.device import policy_for
     from snugfit.prediction.profile import Software
 
-    # Called for its error about a GPU that cannot be predicted.
+    # Raises the error for a GPU that cannot be predicted; the result is not needed.
     policy_for(request.gpu, Software())
     if target_here(device).type == "cpu" and device is None:
         typer.echo(ON_CPU, err=True)
     elif device != "cpu" and (spills := spill_to_host()):
         typer.echo(f"Note: {spills}.", err=True)
     request = request.with_least(lambda: gpu_here(device))
-    # An error of the prediction is raised before minutes are spent on the run.
+    # The prediction comes first, so that its errors appear before a run of minutes.
     count = request.gpus if gpus is None else gpus
     predicted = _predict(request, device, count) if predict else None
     typer.echo(
@@ -134,5 +134,5 @@ def _print(
     show(measurement.render(measured) if details else page)
     if measured.ok and comparison and comparison.lines:
         show(beside(comparison))
-    elif predicted:  # a run on the CPU, or one that died, has no figures of a GPU to compare
+    elif predicted:  # without GPU figures (a run on the CPU, or a failed one), nothing is compared
         show(prediction.render(predicted) if details else short.render(predicted))

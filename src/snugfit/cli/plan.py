@@ -133,7 +133,7 @@ def plan(
     follow_up = request.follow_up if chosen.fits else None
     if form != "json":
         _print(request, chosen, form, details=details, everything=everything, quiet=quiet)
-    # JSON output is one document, which the follow-up prints.
+    # JSON output is a single document, and `follow_up` prints it with the plan in it.
     if follow_up is None or form != "json":
         _print_further(request, chosen, form, fresh=fresh)
     if follow_up:

@@ -50,10 +50,10 @@ _Answer = TypeVar("_Answer", bound=Storable)
 
 
 LARGEST_FILE = 16 << 20
-"""Largest size of one stored answer in bytes. A plan is some hundred kilobytes."""
+"""Largest size of one stored plan in bytes. A plan has some hundred kilobytes."""
 
 LARGEST_FOLDER = 64 << 20
-"""Largest size of all stored answers together in bytes: some hundreds of answers."""
+"""Largest size of all stored plans together in bytes, enough for some hundreds of them."""
 
 
 def folder() -> Path:
@@ -92,7 +92,7 @@ def recall(key: str, read: Callable[[dict[str, Any]], _Answer]) -> _Answer | Non
         answer = read(read_document(file, limit=LARGEST_FILE))
     except (OSError, BadDocument, ValueError, KeyError, TypeError, AttributeError, SnugfitError):
         return None
-    # `_prune` removes answers by the time of their last use.
+    # `_prune` removes the plans that were not used for the longest time, by this modification time.
     with contextlib.suppress(OSError):
         os.utime(file)
     return answer
@@ -149,13 +149,13 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
         return search.plan(job, **asked)
     gpu = find_gpu(asked["gpu"])
     bound.apply_defaults()
-    # These change no answer, or are in the key by themselves.
+    # These arguments do not change a plan, or the cache's key has them separately.
     left_out = ("job", "gpu", "clock", "once", "tell", "workers")
     question = {name: value for name, value in bound.arguments.items() if name not in left_out}
 
     def search_for(tell: Callable[[str], None]) -> Plan:
         if COMMAND_LINE.get():
-            defer_imports()  # worker processes simulate; a command's own process reads the model's config
+            defer_imports()  # only worker processes import torch, to simulate
         return search.plan(job, **{**asked, "tell": asked.get("tell", tell)})
 
     return answer(
@@ -206,6 +206,6 @@ def _source() -> str:
     """Return a digest of snugfit's own source files, as a part of a cache key."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))
-    # Sizes and times are read much faster than the contents.
+    # Sizes and times of files are read much faster than their contents.
     stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()

@@ -26,7 +26,7 @@ def without_plugins(arguments: Sequence[str]) -> list[str]:
             "--plugin needs a value: the name of an installed plugin, or the path of its folder."
         )
     words = iter(arguments)
-    # `next` skips the value of the option.
+    # `next` skips the word after the option, which is its value.
     return [word for word in words if not (word == OPTION and next(words)) and not _is_joined(word)]
 
 

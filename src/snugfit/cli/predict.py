@@ -138,7 +138,7 @@ def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[
     from snugfit.techniques.recipe import Recipe
 
     name = request.job.model.name
-    # A recipe that was given twice is one row.
+    # A recipe that the user gave twice is one row of the table.
     recipes = list(dict.fromkeys([request.recipe, *(Recipe.parse(text) for text in compared)]))
     firsts = [f"predicting {name} under {one}" if compared else f"predicting {name}" for one in recipes]
     return [_predict(request, one, first, fresh=fresh) for one, first in zip(recipes, firsts, strict=True)]
@@ -174,7 +174,7 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
         first=first,
         what="prediction",
         recipe=str(recipe),
-        # `key_of` stores the rates for each number in this list.
+        # `key_of` includes the GPU's rates for each number of GPUs in this list.
         gpus=[request.gpus],
         **how,
     )

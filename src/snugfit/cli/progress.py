@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from snugfit.errors import escape_controls
 
 SPINNER = 3
-"""Number of columns without text: the spinner, a space, and the terminal's last."""
+"""Number of terminal columns that the progress text cannot use: the spinner, a space, and the last column."""
 
 QUIET = 30.0
-"""Seconds before the second line where stderr is not a terminal. Each further one comes when twice as much
-time has passed, so that hours are a dozen lines."""
+"""Seconds until the second progress line where stderr is not a terminal. The time between lines then doubles,
+so that hours of work give a dozen lines."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True, markup=False)
     if console.is_jupyter:
-        # rich would need ipywidgets there, and leave its lines in the cell.
+        # rich would need ipywidgets in a notebook, and leave its lines in the cell.
         with _line_of_a_cell(first or "starting") as tell:
             yield tell
         return
@@ -64,8 +64,8 @@ def _line_of_a_cell(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def _seldom() -> Callable[[str], None]:
-    """Return a function that prints a progress line on stderr after `QUIET` seconds, then after twice as
-    many, and so on.
+    """Return a function that prints a progress line on stderr after `QUIET` seconds, and further ones after
+    twice the time each.
     """
     began, due = time.monotonic(), QUIET
 

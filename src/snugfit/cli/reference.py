@@ -34,7 +34,7 @@ def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
         roster = [
             one for one in roster if word.lower() in (one.name, str(one.slot)) or word.lower() in one.name
         ]
-        # A name of another library has a technique here, and a mistyped one has suggestions.
+        # The word may be another library's name for a technique, or a misspelled technique.
         roster = roster or [find(word)]
     if as_json:
         show_json(TechniqueList.of(roster).to_json())

@@ -35,59 +35,59 @@ class Request:
     """The checked input of a command: a job, a recipe, and the GPU or memory that it must fit."""
 
     job: Job
-    """The training task of the request."""
+    """The training job: model, task, lengths and batch."""
 
     recipe: Recipe
-    """The recipe of the training, without `auto`, which a search replaces first."""
+    """The training recipe (one technique per slot). A search replaces `auto` in it first."""
 
     named: Mapping[Slot, Technique] = field(default_factory=dict)
-    """The techniques that the recipe names, plain ones too."""
+    """The techniques that the user's recipe names, by slot, including those that are defaults."""
 
     gpu: Gpu | None
-    """The GPU that was named."""
+    """The GPU that the user named; None for none."""
 
     gpus: int
-    """Number of such GPUs that train together."""
+    """Number of GPUs of that model that train together."""
 
     memory_bytes: int | None
-    """The named memory in bytes, which overrides the GPU's own."""
+    """GPU memory in bytes that the user named, which overrides the GPU's own; None without one."""
 
     headroom: str | None
-    """Memory to leave free, as the user's text; None for the usual amount."""
+    """GPU memory that a plan leaves free, as the user's text; None for the default amount."""
 
     keep: str | None
     """Techniques that a plan must use, as a recipe."""
 
     free: str | tuple[()]
-    """Slots that a plan may change, with commas between them."""
+    """Slots (groups of alternative techniques) that a plan may change, separated by commas."""
 
     loop: str
-    """The training loop, by name."""
+    """Name of the training loop, such as the HF Trainer's."""
 
     software: str
-    """The software profile, by name; `installed` for the installed packages."""
+    """Name of a set of package versions to predict for; `installed` for the installed packages."""
 
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """The options as they were given."""
+    """The command's options with the values that the user gave."""
 
     configuration: Configuration | None = None
-    """The user's configuration file as it was read; None without one."""
+    """The user's configuration file after parsing; None without one."""
 
     model_name: str = ""
-    """The model as it was named."""
+    """The model's name or path as the user typed it."""
 
     training: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `snugfit train` beyond the job: data, folders, and the options of the run."""
 
     has_auto: bool = False
-    """True if the recipe has `auto`, which is not resolved yet."""
+    """True if the recipe contains `auto`, which the search has not replaced yet."""
 
     ranked: int = 0
-    """Number of the best recipes that a plan lists."""
+    """Number of recipes in a plan's ranking, the best ones first."""
 
     follow_up: Callable[[Any, str], None] | None = None
-    """Function with further work on a plan that fits. It prints its result in a format; for JSON, one
-    document with the plan."""
+    """Function that runs after a plan that fits, with the plan and the output format. It prints its result;
+    for JSON, one document that includes the plan."""
 
     @classmethod
     def read(cls, flags: Mapping[str, Any], *, takes_auto: bool = False) -> Self:
@@ -209,7 +209,7 @@ class Request:
 
     @property
     def stands_for_another(self) -> bool:
-        """True if the model was found only as a preset with the same sizes as the named model."""
+        """True if the named model is unknown, and a preset with the same sizes is used instead."""
         from snugfit.job.find import preset_named
 
         return self.job.model.origin == "preset" and not preset_named(self.model_name)
@@ -293,7 +293,7 @@ def _with_number_of_gpus(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Configuration | None:
-    # Every feature adds settings of its options, also without a configuration.
+    # Each feature adds its settings from the command's options, even without a configuration file.
     read = [reader(flags, settings) for reader in hooks("read_configuration")]
     return next(filter(None, read), None)
 

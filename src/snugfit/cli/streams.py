@@ -25,10 +25,11 @@ from typing import TextIO
 from snugfit.errors import SnugfitError, escape_controls
 
 SIMILAR_LETTERS = {"×": "x", "→": "->", "·": "-", "–": "-", "—": "-", "…": "...", "’": "'", "µ": "u"}
-"""Replacements of letters that an encoding does not have, apart from those of tables and curves."""
+"""ASCII replacements of characters that the output's encoding lacks, apart from those of tables and curves.
+"""
 
 SIMILAR = "snugfit.similar"
-"""Name of the error handler that uses `SIMILAR_LETTERS`."""
+"""Name of the codec error handler that uses `SIMILAR_LETTERS`."""
 
 
 def similar_letters(fault: UnicodeError) -> tuple[str, int]:
@@ -132,18 +133,18 @@ def open_all() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, mode)  # gets the lowest number that is free: this one
+            os.open(os.devnull, mode)  # gets the lowest free number, which is this one
     sys.stdout = _reopen(StandardOutput, 1, sys.stdout)
     sys.stderr = _reopen(StandardError, 2, sys.stderr)
 
 
 def _reopen(kind: type[io.TextIOWrapper], number: int, before: TextIO | None) -> io.TextIOWrapper:
-    # The descriptor belongs to the process, and must outlive this object.
+    # The descriptor belongs to the process, so closing this object must not close it.
     raw = io.FileIO(number, "w", closefd=False)
     return kind(
         io.BufferedWriter(raw),
         encoding=before.encoding if before else "utf-8",
         errors=SIMILAR,
-        # Messages appear at once, in a log file too.
+        # Each message is flushed at once, even if stderr is a log file.
         line_buffering=raw.isatty() or number == 2,
     )

@@ -110,7 +110,7 @@ def train(
     from snugfit.report.watching import Watching
 
     _refuse(request)
-    # Before the search: `auto` is refused for several processes.
+    # Comes before the search, because `auto` is refused for several processes.
     processes = _processes(request, gpus)
     asked = request.training
     request = request.with_least(lambda: gpu_here(asked.get("device")))
@@ -122,7 +122,7 @@ def train(
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         return _launch(request, processes)
-    if is_started_again():  # the first start of this run did the rest
+    if is_started_again():  # the first start of this run used these options
         restart, resume_from_checkpoint = False, None
     with Watching(logged) as shown:
         trained = run(
@@ -235,7 +235,7 @@ def _show_prediction(request: Request, run: Run, gpu: Gpu | str | None, steps: i
 def _refuse(request: Request) -> None:
     """Raise `UsageError` for settings that training does not take.
 
-    A GPU may be named: one file serves predictions too.
+    A GPU may be named, because the same job file serves predictions.
     """
     if request.loop != "plain" and not request.configuration:
         raise UsageError(f"--loop {request.loop}: snugfit train uses its own loop. Leave --loop out.")
@@ -280,9 +280,10 @@ def _require(asked: Mapping[str, Any], key: str) -> str:
 
 
 def _weights(request: Request) -> str | None:
-    """Return the folder of the requested weights, or the word for random ones; None means the model's own.
+    """Return the folder of the initial weights, or the word for random ones; None means those of the job's
+    model.
 
-    A tuned model that is taken by the sizes of another has weights of its own, which are not the other's.
+    If the job's model is only a preset of equal sizes, the weights are those of the model that was named.
     """
     from snugfit.frontends.own import RANDOM
 
@@ -306,7 +307,7 @@ def _own_folder(request: Request) -> str | None:
 
 
 def _columns(text: str | None) -> dict[str, str] | None:
-    """Return the columns by role in `text=review, label=stars`."""
+    """Parse `text=review, label=stars`, and return the dataset's column for each role."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]

@@ -28,7 +28,7 @@ class ErrorLine:
     """One predicted and measured quantity with its error, in bytes or seconds."""
 
     figure: str
-    """The footprint's field, or `step_seconds`."""
+    """Name of the compared figure: a field of `Footprint`, or `step_seconds`."""
     predicted: float
     measured: float
 
@@ -45,9 +45,9 @@ class Comparison(Tabular):
     prediction: Prediction
     measurement: Measurement
     lines: tuple[ErrorLine, ...]
-    """Figures in bytes that both sides contain."""
+    """Errors of the predicted bytes, one line for each figure that prediction and measurement both have."""
     pace: ErrorLine | None = None
-    """Seconds of a step; None when one side lacks them."""
+    """Error of the predicted seconds of a step; None when prediction or measurement has none."""
 
     def error(self, figure: str) -> float | None:
         """Return the relative error of one figure, such as the step time; None when it is not known."""
@@ -96,7 +96,7 @@ def compare(
     """
     if isinstance(prediction, Prediction) and isinstance(measurement, Measurement):
         return _beside(prediction, measurement)
-    # A text is iterable, but no list of recipes.
+    # A text is iterable too, but not a list of recipes.
     no_list = isinstance(measurement, Measurement | str | Recipe)
     if not isinstance(prediction, Job) or no_list or not isinstance(measurement, Iterable):
         kinds = " and ".join(type(given).__name__ for given in (prediction, measurement))
@@ -169,7 +169,7 @@ def error_lines(predicted: Footprint, measured: Footprint) -> tuple[ErrorLine, .
     return tuple(
         ErrorLine(figure=figure, predicted=before, measured=after)
         for figure, before, after in pairs
-        # A measured 0 has no relative error.
+        # The relative error is undefined for a measured 0.
         if before is not None and after
     )
 

@@ -24,13 +24,14 @@ class RecipeComparison(JsonDocument, Tabular):
 
     @property
     def best(self) -> Prediction | None:
-        """The fastest recipe that fits and leaves the headroom, or else that fits; None if none fits.
+        """The fastest recipe that fits and leaves the headroom (memory to keep free), or else the fastest
+        that fits; None if none fits.
 
         Without predicted seconds, it is the recipe with the least memory.
         """
         candidates = [one for one in self.predictions if one.fits is not False]
         candidates = [one for one in candidates if not one.tight] or candidates
-        # This is true without a candidate too, and `min` then returns its default.
+        # `all` is True without candidates too; `min` then returns its default.
         if all(one.timing for one in candidates):
             return min(candidates, key=lambda one: one.timing.step_seconds if one.timing else 0, default=None)
         return min(candidates, key=lambda one: one.needed_bytes)
@@ -39,7 +40,7 @@ class RecipeComparison(JsonDocument, Tabular):
         """Return one row for each recipe, with the bytes of each category (weights, activations, ...) at its
         own peak.
 
-        A kind that only other recipes have is 0.
+        A category that only other recipes have is 0.
         """
         kinds = dict.fromkeys((str(line.kind) for one in self.predictions for line in one.anatomy.kinds), 0)
         return [
@@ -56,5 +57,5 @@ class RecipeComparison(JsonDocument, Tabular):
         ]
 
     def derived_keys(self) -> dict[str, Any]:
-        """Return the difference of each prediction to the first."""
+        """Return the difference in bytes of each prediction from the first one, for the JSON document."""
         return {"difference_bytes": [row["difference_bytes"] for row in self.to_rows()]}

@@ -24,11 +24,12 @@ class ChatTokens(NamedTuple):
 
     ids: list[int]
     assistant: list[bool] | None
-    """One flag per token, True for the assistant's tokens; None if the template has no marks."""
+    """One flag per token, True for tokens that the assistant wrote. None if the chat template does not mark
+    them."""
 
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""ShareGPT's names of the speakers, mapped to roles."""
+"""Names of speakers in ShareGPT datasets, mapped to the roles of chat templates."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -37,8 +38,8 @@ ALL_WORDS = (
     "of the conversations, also the user's."
 )
 ONLY_THE_ASSISTANT = "The model learns only the assistant's words, which the chat template marks."
-"""The note on a dataset of conversations whose loss counts the assistant's tokens alone; otherwise it is
-`ALL_WORDS`."""
+"""Note for the user on conversations in which only the assistant's tokens enter the loss. All other
+conversations get `ALL_WORDS`."""
 
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 
@@ -69,7 +70,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             "Add them, or remove the row."
         )
     content = message["content"]
-    # A message that only calls tools has no content.
+    # An assistant's message that only calls tools has no content.
     if content is None and message.get("tool_calls"):
         return dict(message)
     return {
@@ -101,7 +102,7 @@ def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> 
     marked = marks_the_assistant(tokenizer)
     try:
         encoding = _apply(tokenizer, list(chats), marked)
-    except Exception as error:  # the template's error names no conversation: try them one by one
+    except Exception as error:  # the error names no conversation, so each is tried alone
         for chat, of in zip(chats, where, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
         raise UsageError(

@@ -33,10 +33,11 @@ class Collate:
     """A picklable function from samples of tokens (`samples.py`) to the model's batch."""
 
     job: Job
-    """The job: its task decides the kind of labels, its lengths limit those of a batch."""
+    """The training job. Its task determines the kind of labels, and its sequence lengths limit those of a
+    batch."""
 
     pad_token: int
-    """The token that pads sequences."""
+    """The token id that pads sequences."""
 
     pad_to_multiple_of: int | None = field(default=None, kw_only=True)
     """The length of a batch is rounded up to a multiple of this number of tokens."""
@@ -73,7 +74,7 @@ class Collate:
 
         if "label" in samples[0]:
             regression = self.job.labels == 1
-            # transformers computes the loss of a regression as mean squared error, which needs floats.
+            # transformers' regression loss is the mean squared error, which needs float labels.
             kind = torch.float32 if regression else torch.int64
             return torch.tensor([sample["label"] for sample in samples], dtype=kind)
         lists = [sample["labels"] for sample in samples]

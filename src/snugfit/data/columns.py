@@ -24,7 +24,8 @@ INPUTS: dict[Task, tuple[Form, ...]] = {
     Task.MASKED_LM: (("input_ids",), ("text",)),
     Task.SEQ2SEQ_LM: (("input_ids",), ("source", "target")),
 }
-"""The forms of input of each task. Modules from Python need datasets of their own; features read theirs."""
+"""Sets of columns that give the input of each task, in the order of preference. Other tasks need prepared
+samples."""
 
 USUAL: dict[Form, tuple[Form, ...]] = {
     ("input_ids",): (("input_ids",),),
@@ -53,7 +54,7 @@ LABELS: dict[Task, Form] = {
 """Names of the label's column per task, for inputs that are not token ids."""
 
 NO_TEXT = ("id", "idx", "index", "guid", "label", "labels", "label_text", "__index_level_0__")
-"""Names of columns that are never guessed to be the text."""
+"""Names of columns that are never taken for the text of a sample."""
 
 
 def columns_of(
@@ -89,7 +90,7 @@ def _input_columns(
     if not forms:
         allowed = " or ".join(" with ".join(form) for form in inputs)
         raise UsageError(f"columns: {task} reads {allowed}, not {' with '.join(named)}.")
-    if named:  # prefer the form with exactly the named columns
+    if named:  # prefer the set of columns that the user named
         forms.sort(key=len)
     for form in forms:
         for names in usual[form]:

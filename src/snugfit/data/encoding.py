@@ -28,7 +28,8 @@ from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 
 ROWS_AT_ONCE = 512
-"""Number of rows per call of the tokenizer: enough for a fast tokenizer's threads, and little memory."""
+"""Number of dataset rows per call of the tokenizer. It occupies a fast tokenizer's threads and needs little
+memory."""
 
 Numbered = Sequence[tuple[int, Row]]
 
@@ -41,16 +42,17 @@ class Encoded:
     """The token ids of the input."""
 
     labels: list[int] | None = None
-    """One label per token, or the target's tokens. For words, each token's index into `row_labels`."""
+    """One label per token, or the tokens of the target sequence. For rows of words, an index into
+    `row_labels` per token."""
 
     row_labels: list[Any] = field(default_factory=list)
-    """Labels as the row has them, not yet numbers: one per word, or one per sequence."""
+    """Labels in the dataset's own form, such as names of classes: one per word, or one per sequence."""
 
     types: list[int] | None = None
-    """1 for each token of the second text, else 0; None if the model takes no types."""
+    """Token types: 1 for each token of the second text, else 0. None if the model has no token types."""
 
     cut: int = 0
-    """Number of truncated tokens."""
+    """Number of tokens lost by truncation."""
 
 
 @final
@@ -68,10 +70,10 @@ class Encoder:
     ) -> None:
         self.rows, self.columns, self.job = rows, columns, job
         self.tokenizer = tokenizer
-        """The tokenizer; None for rows of token ids."""
+        """The tokenizer; None if the dataset has token ids instead of texts."""
         self.limit = limit
-        """Largest number of tokens of an input. None, for packing, truncates nothing and ends each text with
-        the end token."""
+        """Largest number of tokens of an input. None packs texts: nothing is truncated, and the end token
+        closes each text."""
 
     def __iter__(self) -> Iterator[Encoded]:
         encoders = {
@@ -131,7 +133,7 @@ class Encoder:
     def _prompts(self, chunk: Numbered) -> Iterator[Encoded]:
         prompts = self._strings(chunk, "prompt")
         completions = self._strings(chunk, "completion")
-        # Tokens at the boundary depend on both texts, so the two are tokenized together.
+        # The tokens at the boundary depend on both texts, so prompt and completion are tokenized together.
         joined = [one + other for one, other in zip(prompts, completions, strict=True)]
         alone = self._tokenize(prompts, limit=None)
         for prompt, both in zip(alone, self._tokenize(joined, limit=None), strict=True):
@@ -160,7 +162,7 @@ class Encoder:
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
             labels = self._numbers(row, self.columns["label"], index)
-        # Target tokens need not be as many as the input's.
+        # The number of target tokens may differ from that of input tokens.
         if labels is not None and self.job.task is not Task.SEQ2SEQ_LM:
             beside["labels"] = labels
         for name, numbers in beside.items():
@@ -169,7 +171,7 @@ class Encoder:
                     f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
                     "token needs one. Correct this row, or remove it."
                 )
-        # Padding is dropped, because the collate function pads each batch anew.
+        # Padding tokens are dropped, because the collate function pads each batch.
         mask = beside.pop("attention_mask", [1] * len(ids))
         positions = [position for position, attended in enumerate(mask) if attended]
         keep = positions[: self.limit]
@@ -231,13 +233,13 @@ class Encoder:
         value = self.rows.value(row, column, index)
         try:
             numbers = np.asarray(value)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # raised for lists of several lengths
             numbers = np.asarray(None)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise UsageError(
                 f"{self.rows.where(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
             )
-        # `Ragged` stores values in 32 bits.
+        # `Ragged` stores integers of 32 bits.
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
                 f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token. "

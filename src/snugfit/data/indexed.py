@@ -39,8 +39,8 @@ class Indexed(Sequence[T_co]):
 
     @final
     def _existing(self, index: int) -> int:
-        """Return the index counted from 0, for an index that may be negative. Raises `IndexError` beyond the
-        end, which ends a `for` loop.
+        """Return the index counted from the start; a negative index counts from the end. Raises `IndexError`
+        beyond the end, which ends a `for` loop.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(index)
@@ -53,13 +53,13 @@ class IndexedSamples(Indexed[Sample]):
     state."""
 
     label: np.ndarray | None = None
-    """One class or number per sample, (N)."""
+    """One class index or regression target per sample (N,)."""
 
     labels: Ragged | None = None
-    """One label per token, or the tokens of a target, for each sample."""
+    """One label per token of each sample, or the tokens of its target sequence."""
 
     label_names: tuple[str, ...] = ()
-    """The names of the classes, in order."""
+    """The names of the classes, in the order of their indices."""
 
     cut: int = 0
     """Number of truncated samples."""
@@ -68,10 +68,10 @@ class IndexedSamples(Indexed[Sample]):
     """Number of tokens lost by truncation; for packed samples, the few dropped at the end."""
 
     left_out: int = 0
-    """Number of rows that give no sample, because none of their tokens enters a loss."""
+    """Number of dataset rows without a sample, because none of their tokens enters a loss."""
 
     notes: tuple[str, ...] = ()
-    """Notes for the user who trains on this dataset."""
+    """Sentences for the user about the prepared dataset."""
 
     def target(self, index: int) -> Sample:
         """Return the labels of the sample at this valid index, as a part of the sample; empty if the dataset

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Where = Callable[[int], str]
-"""The type of a function that returns the place of the n-th value, for an error message."""
+"""The type of a function that returns the location of the n-th label in the dataset, for an error message."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,9}")
 _KINDS = {int: "a number", str: "text"}
@@ -39,7 +39,7 @@ def class_numbers(
     known = [_number_or_name(_scalar(value), where, index) for index, value in enumerate(values)]
     names = _names(known, where, tuple(names), labels)
     number_of = {name: number for number, name in enumerate(names)}
-    if any(type(value) is str for value in known) and not names:  # numbers written as text
+    if any(type(value) is str for value in known) and not names:  # these are numbers as text
         known = [int(value) for value in known]
     for index, value in enumerate(known):
         if type(value) is str and value not in number_of:
@@ -64,7 +64,7 @@ def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[st
     """Return the names of the classes in the order of their numbers, from `given` or the dataset's `own`.
     Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
     """
-    # A training split with numbers alone has these as names, which contradict no order.
+    # Class names of a training split may be the numbers themselves. They contradict no order.
     numbers = tuple(str(number) for number in range(len(given)))
     if given and own and tuple(given) not in (tuple(own), numbers):
         raise UsageError(
@@ -124,7 +124,7 @@ def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels:
     """Return the class names in the order of their numbers: given ones, or the labels' names in alphabetical
     order. Empty if all labels are numbers.
     """
-    # Reversed, so that the first index of each kind remains.
+    # In reverse order, so that the dict keeps the first index of each type.
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:
         (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
@@ -166,7 +166,7 @@ def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored
     hint = f" Set labels: {most + 1}."
     if number < 0:
         hint = " A test set with secret labels has -1 for each." if number == -1 else ""
-    # These labels go from 1 to the number of classes.
+    # These labels are numbered from 1, not from 0.
     elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
         hint = f" Classes count from 0. Subtract 1 from each label, or set labels: {most + 1}."
     raise UsageError(f"{where(index)}: label {number}; {_class_range(labels)}{hint}")

@@ -42,11 +42,11 @@ def load_pretrained(
             f"{folder}: the {word} is a folder with a {file}, or a name on the hub. Give one of these."
         )
     try:
-        # `local_files_only` still opens sockets: huggingface_hub builds the headers of a request that is
-        # never sent, and for them it sends a request about coding agents.
+        # With `local_files_only`, huggingface_hub still opens sockets. It builds the headers of a request
+        # that it never sends, and queries a list of coding agents for them.
         with patch.object(constants, "HF_HUB_OFFLINE", True):
             return load(name, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # OSError, ValueError, and any error that a broken file causes
+    except Exception as error:  # OSError, ValueError, or any error that a broken file causes
         cure = f"Give a folder with a {file}"
         if not folder.is_dir():
             raise UsageError(

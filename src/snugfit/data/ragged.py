@@ -50,7 +50,7 @@ class Ragged:
         """
         import numpy as np
 
-        # `right` skips empty lists, which begin at the same position.
+        # `right` skips empty lists, which have the same start as the next list.
         return np.searchsorted(self.starts, positions, side="right") - 1
 
     def filter(self, keep: np.ndarray) -> Ragged:
@@ -75,7 +75,7 @@ class RaggedBuilder:
     """A builder that concatenates lists to a `Ragged`."""
 
     def __init__(self) -> None:
-        # An array takes 4 bytes a token, a list of ints up to 36.
+        # An array takes 4 bytes per token, a list of Python ints up to 36.
         self._values, self._lengths = array("i"), array("q")
 
     def append(self, values: Sequence[int]) -> None:

@@ -64,7 +64,7 @@ class DatasetRows(Rows):
     def _item(self, index: int) -> Row:
         try:
             row: Row = self._dataset[index]
-        except Exception as error:  # errors of arrow and of the decoders
+        except Exception as error:  # arrow and its decoders raise many types
             raise UsageError(
                 f"{self.where(index)}: the datasets library cannot read this ({one_line(error)}). "
                 "Correct this row, or remove it."
@@ -123,7 +123,7 @@ class ParquetRows(Rows):
                 "the end of its name."
             ) from None
         self._ends = list(accumulate(group.num_rows for group in self._groups()))
-        # The cache belongs to this object: one on the method would keep every object alive.
+        # A cache decorator on the method would keep every object alive, so each object has its own.
         self._rows_of_group = lru_cache(maxsize=1)(self._read_group)
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class ParquetRows(Rows):
                 "datasets.Dataset.from_parquet(FILES).save_to_disk(FOLDER)."
             )
         content = self._read(lambda file: file.read(columns=list(columns)), "the file")
-        fingerprint = "0" * 16  # nothing is cached; a computed fingerprint would be a checksum over all bytes
+        fingerprint = "0" * 16  # avoids datasets' checksum over all bytes, as its cache is not used
         return DatasetRows(Dataset(content, fingerprint=fingerprint), self.source, self.folder)
 
     def _groups(self) -> Iterator[Any]:
@@ -191,7 +191,7 @@ def load_saved(folder: Path) -> Rows:
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # json, arrow and the file system raise errors of their own
+    except Exception as error:  # json, arrow and the file system have no common error type
         raise UsageError(
             f"{folder}: the datasets library cannot load this ({one_line(error)}). Save it again with "
             "save_to_disk."
@@ -238,7 +238,7 @@ def read_rows(
 
 
 def _rows_in_memory(rows: object) -> Rows:
-    # Recognised by its attributes, so that `datasets` need not be imported.
+    # Attributes identify a dataset, so that `datasets` need not be imported.
     if hasattr(rows, "features") and hasattr(rows, "with_format"):
         return DatasetRows(rows, "the dataset")
     if isinstance(rows, Mapping):

@@ -43,8 +43,8 @@ ROLES = (
     "input_ids",
     "messages",
 )
-"""Names of the roles that a column may have in a task, apart from those of features; `columns.py` has the
-roles of each task."""
+"""Roles of columns in training samples, which a user may assign to columns by name; `columns.py` has those of
+each task."""
 
 
 class Rows(Indexed[Row]):
@@ -53,7 +53,7 @@ class Rows(Indexed[Row]):
     """
 
     source: str
-    """The file or folder, as it was given."""
+    """Path of the dataset's file or folder, as the user gave it."""
 
     columns: tuple[str, ...]
     """The names of the first row's columns."""
@@ -62,10 +62,11 @@ class Rows(Indexed[Row]):
     """The folder that relative paths in a row start from: that of the file, if there is one."""
 
     same_columns: bool = False
-    """True if every row has every column. Then all files of one dataset must have the same columns."""
+    """True if every row has every column. A dataset of several files then needs equal columns in all of them.
+    """
 
     named: Mapping[str, str] = {}
-    """The columns that the user has named, by role."""
+    """Columns that the user assigned, by role (`text`, `label`, ...)."""
 
     def __iter__(self) -> Iterator[Row]:
         return (self._item(index) for index in range(len(self)))
@@ -126,7 +127,7 @@ class Rows(Indexed[Row]):
     def value(self, row: Row, column: str, index: int) -> Any:
         """Return the row's value in this column. Raises `UsageError` if the row lacks it."""
         value: Any = row
-        # A column's own name may contain a dot.
+        # The column's own name may contain a dot, so the whole name is tried first.
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 raise UsageError(
@@ -146,7 +147,7 @@ def as_text(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         what = "nothing (null)" if value is None else f"{value!r:.40}"
         raise UsageError(f"{where}: {column!r} is {what}; it must be text in every row.")
-    # ASCII is always valid, and its check costs next to nothing.
+    # ASCII is always valid text, and the check for it is nearly free.
     if not value.isascii():
         try:
             value.encode()
@@ -170,7 +171,7 @@ class MemoryRows(Rows):
         self.source, self.folder, self._rows = source, folder, rows
         try:
             first = rows[0] if len(rows) else {}
-        except LookupError:  # a table by columns, such as pandas'
+        except LookupError:  # a table that is indexed by columns, such as pandas'
             first = None
         if not isinstance(first, Mapping):
             raise UsageError(
@@ -191,7 +192,7 @@ class JoinedRows(Rows):
 
     def __init__(self, parts: Sequence[Rows], source: str) -> None:
         self.source = source
-        # If all are empty, one stays for its columns.
+        # If all parts are empty, the first one is kept for its columns.
         self._parts = [part for part in parts if len(part)] or [parts[0]]
         first = self._parts[0]
         self.columns = first.columns

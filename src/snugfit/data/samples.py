@@ -56,10 +56,10 @@ class Samples(IndexedSamples):
     """The token ids of each sample."""
 
     types: Ragged | None = None
-    """1 for each token of a second text, else 0."""
+    """Token types: 1 for each token of a second text, else 0. None without token types."""
 
     masking: Masking | None = None
-    """The masking of a masked language model."""
+    """Random masking of tokens for masked language models; None for other tasks."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class _RowLabels:
 
     values: list[Any]
     rows: array[int]
-    """The index of the row of each value."""
+    """The index of the dataset row of each label."""
 
     def where(self, where: Where) -> Where:
         return lambda index: where(self.rows[index])
@@ -170,7 +170,7 @@ def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
         inputs.append(row.ids)
         types.append(row.types or [])
         before = len(row_labels.values) if row.row_labels else 0
-        # Labels are indices into the values of their row; in the joined list these start at `before`.
+        # Labels index the values of their row. In the joined list, the row's values start at `before`.
         labels.append([label if label < 0 else label + before for label in row.labels or []])
         row_labels.values.extend(row.row_labels)
         row_labels.rows.extend([number] * len(row.row_labels))
@@ -194,7 +194,7 @@ def _with_label_numbers(
     """
     values, where_of = row_labels.values, row_labels.where(where)
     if job.task is Task.SEQUENCE_CLASSIFICATION:
-        # As in transformers, one label means a regression.
+        # In transformers, a single label means regression.
         if job.labels == 1:
             return replace(samples, label=regression_values(values, where_of))
         numbers, names = class_numbers(values, where_of, labels=job.labels, names=names)
@@ -202,9 +202,9 @@ def _with_label_numbers(
     if job.task is not Task.TOKEN_CLASSIFICATION or samples.labels is None:
         return samples
     labels = samples.labels
-    if values:  # each token's label is the index of its word among them
+    if values:  # each token's label is an index into its row's values
         numbers, names = class_numbers(values, where_of, labels=job.labels, names=names, ignored=True)
-        # -100 would index from the end; the next line restores it.
+        # -100 would index from the end of the array, so it is clipped here and restored below.
         of_tokens = numbers[labels.values.clip(min=0)]
         of_tokens[labels.values < 0] = IGNORED
         return replace(samples, labels=Ragged(of_tokens, labels.starts), label_names=names)
@@ -250,12 +250,13 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
         in_loss = samples.inputs.sums(samples.masking.may_be_predicted(samples.inputs.values))
     elif samples.labels is not None:
         counted = samples.labels.values != IGNORED
-        if job.task is Task.CAUSAL_LM:  # nothing predicts a first token
-            # An empty sample's start is the first token of the next one.
+        if job.task is Task.CAUSAL_LM:  # a first token has no prediction
+            # The start of an empty sample is the first token of the next sample, so empty samples are
+            # excluded.
             counted[samples.labels.starts[:-1][samples.labels.lengths > 0]] = False
         in_loss = samples.labels.sums(counted)
     else:
-        # The labels are the tokens themselves, and nothing predicts the first one.
+        # The labels are the tokens themselves, and the first token has no prediction.
         in_loss = samples.lengths - 1
     if not (in_loss > 0).any():
         raise UsageError(
@@ -270,8 +271,8 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
 
 
 PREDICTED, HIDDEN, REPLACED = 0.15, 0.8, 0.1
-"""Share of tokens to predict, and of these the shares that the mask token hides and that other tokens
-replace."""
+"""Shares in BERT's masking: predicted tokens among all; among those, tokens hidden by the mask token, and
+tokens replaced by random ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,19 +280,19 @@ class Masking:
     """Settings of random masking for a masked language model."""
 
     seed: int
-    """The run's seed for data."""
+    """Seed from which the random masks are drawn."""
 
     mask_token: int
-    """The token id that hides a token."""
+    """Id of the token that replaces hidden tokens."""
 
     known: int
-    """Number of tokens with a row in the model's embedding."""
+    """Number of token ids that have a row in the model's embedding."""
 
     vocabulary: int
-    """Number of token ids from which replacement tokens are drawn."""
+    """Number of token ids from which random replacements are drawn."""
 
     special: tuple[int, ...]
-    """Tokens that are never predicted."""
+    """Ids of special tokens, which are never masked."""
 
     @classmethod
     def of(cls, tokenizer: Any, vocabulary: int, *, seed: int) -> Masking:
@@ -305,7 +306,7 @@ class Masking:
             seed=seed,
             mask_token=tokenizer.mask_token_id,
             known=vocabulary,
-            # An embedding may have padding rows beyond the tokenizer; these are no tokens.
+            # The model's embedding may have more rows than the tokenizer has tokens, as padding.
             vocabulary=min(len(tokenizer), vocabulary),
             special=tuple(sorted(tokenizer.all_special_ids)),
         )
@@ -322,7 +323,7 @@ class Masking:
         """
         import numpy as np
 
-        # Ids of a tokenizer's special tokens may lie beyond the embedding.
+        # Ids of special tokens may exceed the number of rows of the embedding.
         ordinary = np.ones(max(self.known, *self.special) + 1, dtype=bool)
         ordinary[list(self.special)] = False
         return ordinary

@@ -28,14 +28,14 @@ from snugfit.errors import UsageError
 from snugfit.user_files import load_json
 
 LARGEST_IN_MEMORY = 1 << 30
-"""Largest size in bytes of a file that is loaded into memory."""
+"""Largest size in bytes of a dataset file that is loaded into memory as a whole."""
 
 LARGEST_CELL = 64 << 20
-"""Largest number of characters in a table's cell; csv's own limit, 128 KiB, is too small for a long
-document."""
+"""Largest number of characters in a cell of a CSV file. Python's own limit of 128 KiB is too small for long
+documents."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""The mark that Windows writes before UTF-8 text."""
+"""Byte order mark, which Windows programs write before UTF-8 text."""
 
 
 @final
@@ -91,9 +91,9 @@ class TableRows(Rows):
         self._cells: list[list[str]] = []
         self._numbers = array("q")
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        # Line ends inside quoted cells must stay as they are, so csv gets them unchanged.
+        # csv gets unchanged line ends, because quoted cells may contain some.
         reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
-        # The limit is the process's, so it is restored below.
+        # csv's limit applies to the whole process, so it is restored below.
         before = csv.field_size_limit(LARGEST_CELL)
         try:
             self.columns = _head(next(reader, []), self.source)
@@ -105,7 +105,7 @@ class TableRows(Rows):
             csv.field_size_limit(before)
 
     def _fill(self, reader: Any) -> None:
-        # A row may span lines, and `line_num` is its last.
+        # A row may span several lines, and `line_num` is the last of them.
         number = reader.line_num + 1
         for cells in reader:
             # csv yields no cell for an empty line, and one for a line of spaces.
@@ -180,7 +180,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": TableRows,
     ".tsv": TableRows,
 }
-"""Function that opens a file, by the file's suffix."""
+"""Function that opens a dataset file, by the file's suffix."""
 
 
 def read_text(path: Path) -> str:

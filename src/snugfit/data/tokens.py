@@ -46,16 +46,16 @@ class Tokens:
     """The tokens of one text, or of a pair of texts."""
 
     ids: list[int]
-    """The token ids of the text, special ones included."""
+    """The token ids of the text, including special tokens."""
 
     types: list[int] | None
-    """1 for each token of the second text, else 0; None if the model takes no types."""
+    """Token types: 1 for each token of the second text, else 0. None if the model has no token types."""
 
     words: list[int | None]
-    """The index of each token's word if the text was a list of words; None for special tokens."""
+    """The index of each token's word in an input that is a list of words; None for special tokens."""
 
     cut: int = 0
-    """Number of truncated tokens."""
+    """Number of tokens lost by truncation."""
 
 
 @final
@@ -64,8 +64,8 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.of_transformers = tokenizer
-        # Workers are forked after the tokenizer's threads have run. They never use it, but without this
-        # variable it warns at every fork.
+        # Data loader workers are forked after the tokenizer has used threads. They never use the tokenizer,
+        # but without this variable it warns at every fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
     def tokens(
@@ -113,11 +113,12 @@ class Tokenizer:
 
     def _call(self, inputs: dict[str, Sequence[Any] | None], words: bool, **more: Any) -> list[Tokens]:
         try:
-            # `verbose` would warn of texts beyond the model's length, which are truncated here.
+            # With `verbose`, the tokenizer would warn of texts beyond the model's length. They are truncated
+            # here.
             encoding = self.of_transformers(
                 **inputs, is_split_into_words=words, padding=False, verbose=False, **more
             )
-        except Exception as error:  # any error of a custom tokenizer
+        except Exception as error:  # a custom tokenizer may raise any error
             raise UsageError(
                 f"The tokenizer fails on the dataset's text ({one_line(error, 300)}). Try it without "
                 "snugfit: tokenizer(text)."

@@ -1,9 +1,9 @@
 """Comparison of micro-batches with the whole batch, by the gradients of a few of the user's samples.
 
-The gradients of the samples together are compared with those of two pieces of unlike samples. Each piece is
-weighted as the front-end weights it. Losses alone show little: a new model gives all samples the same loss
-under any weights of classes. Gradients of the same samples in another order show the effect of rounding in
-this precision, and of random draws.
+A few samples that differ from each other are split into two micro-batches. Their gradients are compared with
+those of all these samples together. Each micro-batch is weighted as in the training. Losses alone show
+little: a new model gives all samples the same loss under any weights of classes. Gradients of the same
+samples in another order show the effect of rounding and of random draws.
 
 The comparison has three results:
 
@@ -15,23 +15,25 @@ The comparison has three results:
 
 After the last two results, plans and recoveries do not split the batch, and the user's own split gets a
 warning. The comparison runs before the first split, and again after some steps (`compares_again`). The first
-batch may contain one class alone, and a new model zeros. Batch norms are found by their class earlier.
+batch may contain only one class, and the outputs of a new model may be zeros. Batch norms are detected
+earlier, by their class.
 
-A sample is described by its tensors. A single number (a class, a weight, a position) counts by itself. A row
-of labels or of a mask counts by its number of valid values. Samples of one class and one length would hide
-weights of classes and counts of tokens.
+Samples are compared by the content of their tensors. A single number (a class, a weight, a position) counts
+by itself. A row of labels or of a mask counts by its number of valid values. Samples of the same class and
+length would hide weights of classes and counts of tokens.
 
 **Gradients.** Gradients of a few samples, computed as one batch, in another order and in micro-batches. The
 model is unchanged.
 
 The model is in training mode, because a batch norm, a router or a custom term behaves differently in
-evaluation. Only dropout is off. A mask is drawn for all samples of a call at once, so pieces could not
-reproduce the whole's masks. Each sample has its own mask, so dropout never changes whether a loss is a mean
-over samples. All other random draws start from the same state in each run.
+evaluation. Only dropout is off. A dropout mask is drawn for all samples of a call at once. Micro-batches
+could not reproduce the mask of the whole batch. Each sample has its own mask, so dropout never changes
+whether a loss is a mean over samples. All other random draws start from the same state in each run.
 
-Without enough memory, or for sharded parameters, losses are compared under noisy weights. Gradients come from
-`torch.autograd.grad`, which adds nothing to `.grad` and calls no hooks of parameters. This excludes hooks
-that update weights within a backward pass, and those of DDP. Compiled layers run eagerly.
+If memory is too small, or parameters are sharded, losses are compared instead, after noise was added to the
+weights. Gradients come from `torch.autograd.grad`, which does not change `.grad` and runs no hooks of
+parameters. Such hooks may update weights within a backward pass, or belong to DDP. Compiled layers run
+eagerly.
 """
 
 from __future__ import annotations
@@ -61,33 +63,35 @@ if TYPE_CHECKING:
 
 
 SAMPLES, ON_THE_HOST, FEWEST = 6, 4, 2
-"""Numbers of compared samples: for gradients if a micro-batch has as many, at least on the CPU, and at least
-on a GPU. A GPU's memory may have room for no more."""
+"""Numbers of samples whose gradients are compared: the usual number, the least on the CPU, and the least on a
+GPU. A GPU's memory may have room for no more."""
 
 
 class Tolerance(NamedTuple):
     """Relative differences up to which two gradients count as equal."""
 
     relative: float
-    """Bound for the gradient of one parameter, relative to its norm."""
+    """Largest accepted difference of one parameter's gradients, relative to their norm."""
     floor: float
-    """Bound relative to the norm of all gradients, for gradients that are mathematically 0."""
+    """Largest accepted difference relative to the norm of all gradients. It is for gradients that are
+    mathematically 0."""
     loss: float
-    """Relative bound for losses, where losses are compared."""
+    """Largest accepted relative difference of two losses."""
 
 
 OF_32_BIT, OF_16_BIT = Tolerance(0.01, 1e-4, 1e-3), Tolerance(0.15, 1e-2, 0.02)
-"""The tolerances for 32 and 16 bits.
+"""Tolerances of gradients computed in 32 and in 16 bits.
 
 In 16 bits, kernels for other sizes round differently: gradients of BERT-large in bfloat16 differed by 7 % on
 an H200. Tensor cores round fp32 in this way if tf32 is allowed.
 """
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""The type of a function of the model and a batch on its device that returns the loss, a scalar tensor."""
+"""The type of a function that returns the loss, a scalar tensor, of a model and a batch on its device."""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""The type of a function of a batch that returns the number of items over which its loss is a mean."""
+"""The type of a function that returns a batch's number of items (samples or labels), over which its loss is a
+mean."""
 
 
 class Verdict(NamedTuple):
@@ -137,15 +141,15 @@ def job_with_mixing(
     already started. Losses are then compared on a GPU, because computing a loss saves nothing for a backward
     pass. The run thus needs no more memory than predicted.
     """
-    # A known reason, such as a batch norm, needs no comparison.
+    # If the model is known to mix samples, such as by batch norm, no comparison is needed.
     if mixing_of(job).reason:
         return job
     batch = example or job.model.example or {}
     verdict = None
-    give_back_unused(model)  # cached blocks of the steps have other sizes
+    give_back_unused(model)  # cached memory of the steps does not fit this batch
     try:
         verdict = _verdict(job, model, loss_of, batch, most, again)
-    except Exception as fault:  # the user's loss may raise anything
+    except Exception as fault:  # a user's loss may raise any error
         error = f"{type(fault).__name__}: {one_line(fault)}"
     if verdict is None and context is not None:
         with contextlib.suppress(Exception), context():
@@ -165,7 +169,7 @@ def _verdict(
     again: bool,
 ) -> Verdict:
     layout = BatchLayout.of(batch, job.model.batch_dims, samples=job.batch_size)
-    if layout.unclear:  # splitting it raises an error with advice elsewhere
+    if layout.unclear:  # splitting this batch raises an error elsewhere
         return Verdict()
     if layout.samples < FEWEST:
         return Verdict(unclear="the first batch has one sample only")
@@ -174,7 +178,7 @@ def _verdict(
     parts = chosen_samples(batch, layout, max(fewest, min(most, SAMPLES)))
     if not runs.can_take_gradients or (again and runs.device.type == "cuda"):
         return _of_losses(runs, parts)
-    # If memory runs out, as few samples as possible are tried before losses alone.
+    # If memory runs out, gradients of fewer samples are tried, and then losses alone.
     for attempt in (parts, chosen_samples(batch, layout, FEWEST)):
         with contextlib.suppress(MemoryError):
             return _of_either_parts(runs, attempt)
@@ -205,7 +209,7 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
         return Verdict(unclear=f"the loss of {len(samples)} samples, or a gradient of it, is not a number")
     if not total:
         return Verdict(unclear=f"all gradients of {len(samples)} samples are 0")
-    # The whole is a number, so the cut is the cause.
+    # The whole batch has finite gradients, so NaN or infinity comes from splitting it.
     if not is_number(cut):
         return Verdict(differs=f"{_what(parts)}, where they are no numbers")
 
@@ -221,7 +225,8 @@ def _of_gradients(runs: CutRuns, parts: Parts) -> Verdict:
             reverse=True,
         )
 
-    # Noise beyond the tolerance would hide the effect of the cut.
+    # If the order of samples changes gradients more than the tolerance, an effect of the split cannot be
+    # detected.
     if beyond(reverse):
         return Verdict(
             unclear=f"the gradients of {len(samples)} samples depend on their order or on random draws"
@@ -238,12 +243,14 @@ def _what(parts: Parts) -> str:
 
 
 def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
-    """Compare losses of the parts of a batch with the loss of the whole, if gradients are not available."""
+    """Compare the sum of the micro-batches' losses with the loss of the whole batch, if gradients are not
+    available.
+    """
     samples = [*parts[0], *parts[1]]
     orders = runs.take([samples], [samples[::-1]], parts, gradients=False)
     whole, reverse, cut = (taken.loss for taken in orders)
     bound = (OF_16_BIT if runs.has_few_digits else OF_32_BIT).loss * abs(whole)
-    # In this form a NaN exceeds the bound, since it compares as False.
+    # Written with `not`, because every comparison with NaN is False.
     if not abs(whole - reverse) <= bound:
         return Verdict(unclear=f"the loss of {len(samples)} samples depends on their order or random draws")
     if not abs(whole - cut) <= bound:
@@ -259,14 +266,14 @@ def _of_losses(runs: CutRuns, parts: Parts) -> Verdict:
 
 
 LONGEST_ROW = 1 << 16
-"""Largest number of values of a sample in a tensor whose values are counted; counts of pictures and sound
-mean nothing."""
+"""Largest number of values per sample in a tensor whose distinct values describe the sample. Pixels and sound
+have more, and their counts mean nothing."""
 
 Traits = Sequence[Sequence[float]]
-"""The type of the samples' features, from 0 to 1, by which unlike samples are chosen."""
+"""The type of the samples' properties, each scaled to 0 to 1. Samples that differ most in them are chosen."""
 
 Parts = tuple[tuple[int, ...], tuple[int, ...]]
-"""The type of a division into two pieces: sample indices of each, the smaller piece first."""
+"""The type of a split into two micro-batches: the sample indices of each, the smaller micro-batch first."""
 
 
 def chosen_samples(batch: Mapping[str, Any], layout: BatchLayout, most: int) -> Parts:
@@ -335,7 +342,7 @@ def _traits(batch: Mapping[str, Any], layout: BatchLayout) -> Traits:
         if values.shape[1] > 1:
             values = (values.ne(0) & values.ne(IGNORED)).sum(1, keepdim=True)
         column = values[:, 0].double().nan_to_num().cpu()
-        # A trait that all samples share cannot distinguish them.
+        # A property that is equal in all samples cannot distinguish them.
         if (width := float(column.max() - column.min())) > 0:
             columns.append(((column - column.min()) / width).tolist())
     return [[column[sample] for column in columns] for sample in range(layout.samples)]
@@ -345,27 +352,27 @@ def _traits(batch: Mapping[str, Any], layout: BatchLayout) -> Traits:
 
 
 MOST_VALUES = 1 << 22
-"""Largest number of compared gradient values, unless the smallest parameter alone has more.
+"""Largest number of gradient values to compare, unless the smallest parameter alone has more.
 
 Three copies take 16 MiB each in fp32. The smallest parameters are taken first: norms, biases, routers and
 heads, of all layers.
 """
 
 DRAWS = ("Dropout", "DropPath", "StochasticDepth")
-"""Parts of class names of layers that drop values at random in training."""
+"""Substrings of class names of layers that drop values at random in training."""
 
 RATES = ("drop", "zoneout")
-"""Parts of attribute names of drop rates: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
+"""Substrings of attribute names of drop rates: `attention_dropout`, `drop_path_rate`, `layerdrop`."""
 
 NOISE = 0.3
-"""Standard deviation of the noise added to weights when losses are compared."""
+"""Standard deviation of the noise that is added to weights before losses are compared."""
 
 LOSS_SCALE = 1024.0
-"""Factor that protects fp16 gradients from underflow."""
+"""Factor of the loss that keeps fp16 gradients from underflowing to zero."""
 
 PieceLoss = Callable[[Any, dict[str, Any], dict[str, Any]], "torch.Tensor | None"]
-"""The type of a function of a model, a piece and the whole batch on the device. It returns the piece's term
-of the loss, a scalar tensor; None for a piece without counted items."""
+"""The type of a function of a model, a micro-batch and the whole batch on the device. It returns the
+micro-batch's term of the loss, a scalar tensor; None if no item counts."""
 
 
 class Taken(NamedTuple):
@@ -373,7 +380,7 @@ class Taken(NamedTuple):
 
     loss: float
     gradients: Sequence[torch.Tensor]
-    """Gradients of the compared parameters; empty when only losses are computed."""
+    """Gradients of the compared parameters; empty when only losses are compared."""
 
 
 class CutRuns:
@@ -388,7 +395,7 @@ class CutRuns:
         self.device = next(model.parameters()).device
         self.names, self._parameters = _compared_weights(model)
         self.in_16_bit = False
-        """True after any 16-bit result in a run."""
+        """True once a run has returned a 16-bit loss or gradient."""
 
     @property
     def has_few_digits(self) -> bool:
@@ -430,7 +437,7 @@ class CutRuns:
     def _take(self, pieces: Sequence[Sequence[int]], gradients: bool) -> Taken:
         import torch
 
-        # The weights of pieces refer to these samples, and not to the whole batch.
+        # The weights of micro-batches were computed for these samples alone, not for the whole batch.
         whole = self._samples([index for piece in pieces for index in piece])
         loss, total = 0.0, [torch.zeros_like(weight) for weight in self._parameters if gradients]
         for piece in pieces:
@@ -440,7 +447,7 @@ class CutRuns:
             loss += float(value.detach())
             if not gradients:
                 continue
-            # An expert, for example, may have no part in these samples.
+            # Some parameters, such as those of an expert, may not be used for these samples.
             gradients_of_piece = torch.autograd.grad(value * LOSS_SCALE, self._parameters, allow_unused=True)
             for held, gradient in zip(total, gradients_of_piece, strict=True):
                 if gradient is not None:
@@ -480,7 +487,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
         torch.stack([(a.float() - b.float()).norm(), torch.maximum(a.float().norm(), b.float().norm())])
         for a, b in zip(one.gradients, other.gradients, strict=True)
     ]
-    # One transfer for all parameters, since each would wait for the device.
+    # All parameters are transferred at once, since each transfer waits for the device.
     return [(apart, size) for apart, size in torch.stack(rows).tolist()]
 
 
@@ -515,7 +522,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as unchanged:
         for module in model.modules():
             unchanged.enter_context(unchanged_attributes(module))
-        if not model.training:  # otherwise frozen modules stay in evaluation mode
+        if not model.training:  # otherwise frozen modules stay in evaluation
             model.train()
         for module in model.modules():
             _drop_nothing(module)
@@ -551,7 +558,7 @@ def _shaken(weights: Sequence[Any]) -> Iterator[None]:
     parts = [tensor_parts().own(weight) for weight in weights]
     with torch.no_grad():
         before = [part.detach().clone() for part in parts]
-        for number, part in enumerate(parts):  # one generator each: ranks have shards of different sizes
+        for number, part in enumerate(parts):  # one generator each: shards differ in size
             noise = torch.randn(part.shape, generator=torch.Generator().manual_seed(number))
             part.add_(noise.to(part), alpha=NOISE)
         try:
@@ -577,10 +584,10 @@ def _without_dropout(note: Callable[[Any], None]) -> Iterator[None]:
         ) -> Any:
             keywords = dict(keywords or {})
             name = getattr(function, "__name__", "")
-            # `native_dropout` returns its mask as well.
+            # The operator `native_dropout` also returns its mask.
             if "dropout" in name and "native" not in name:
                 return arguments[0] if arguments else keywords["input"]
-            # The fifth positional argument is `dropout_p`.
+            # The fifth positional argument of this function is `dropout_p`.
             if function is torch.nn.functional.scaled_dot_product_attention and len(arguments) > 4:
                 arguments = (*arguments[:4], 0.0, *arguments[5:])
             elif keywords.get("dropout_p"):
@@ -602,14 +609,14 @@ def unchanged_attributes(holder: Any) -> Iterator[None]:
     containers = [
         (value, _copy_containers(value))
         for name, value in vars(holder).items()
-        # A list with a dataset may be long, and no loss changes it.
+        # A list in a dataset may be long, and computing a loss does not change it.
         if isinstance(value, dict | list) and not name.endswith("dataset")
     ]
     with patch.dict(vars(holder)):
         try:
             yield
         finally:
-            for value, content in containers:  # other objects may share the container
+            for value, content in containers:  # other objects may share the list
                 value.clear()
                 (value.update if isinstance(value, dict) else value.extend)(content)
 

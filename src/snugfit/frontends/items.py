@@ -66,7 +66,7 @@ def counted_items(
 def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> torch.Tensor | int:
     import torch
 
-    # These labels are shifted already, so none of them is left out below.
+    # Labels under this key are shifted already, so the first one counts as well.
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor) or not labels.dim() or labels.is_floating_point():
         return samples_in(batch, dims)
@@ -125,7 +125,7 @@ def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, 
 
     file = folder / f"nonfinite-step-{step}{f'-rank-{rank}' if rank else ''}.safetensors"
     tensors = {
-        # safetensors writes contiguous tensors only.
+        # safetensors requires contiguous tensors.
         f"{number}.{name}": value.detach().cpu().contiguous()
         for number, micro_batch in enumerate(batch)
         for name, value in leaves(micro_batch)

@@ -1,13 +1,13 @@
 """Choice of the next recipe after an out-of-memory error: the same training in less memory.
 
-The plan for this GPU is computed again, at the recipe's own fidelity. Its memory limit is below the predicted
-need of the failed recipe and within the GPU's memory. A shorter search runs while several GPUs wait for it.
-The optimizer, the precision and the adapters stay, since the states of a run depend on them. The run can thus
-continue under any result. The batch is split into more micro-batches when nothing can be predicted. This
-happens on the CPU, for an unknown GPU, or after a search without result.
+A new plan for this GPU is made, with recipes at least as exact as the failed one. Its memory limit is below
+the predicted need of the failed recipe and within the GPU's memory. With several GPUs the search is shorter,
+because all of them wait for it. Optimizer, precision and adapters stay the same, since the states of a run
+depend on them, so that the run can continue. If nothing can be predicted, the batch is split into more
+micro-batches. This happens on the CPU, for an unknown GPU, or after a search without result.
 
-No result changes the global batch, and none is less exact than the original recipe. When samples depend on
-each other (`job/sample_mixing.py`), the split of the batch stays.
+The global batch never changes, and no result is less exact than the original recipe. If samples depend on
+each other (`job/sample_mixing.py`), the number of micro-batches stays the same.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_FACTOR = 0.9
-"""Memory limit of the next recipe, as a share of the failed recipe's predicted need. The margin of a tenth
-exceeds the error of any prediction (docs/accuracy.md), and most techniques save more."""
+"""Memory limit of the next recipe, as a share of the memory that was predicted for the failed one. The margin
+of a tenth exceeds the error of any prediction (docs/accuracy.md), and most techniques save more."""
 
 CHANGING = frozenset({Slot.ATTENTION, Slot.CHECKPOINTING, Slot.BATCHING, Slot.GRADIENTS, Slot.ALLOCATOR})
-"""Slots that may change when a run is rebuilt, because its states do not depend on them."""
+"""Slots (groups of alternative techniques) that may change during a run, because optimizer states do not
+depend on them."""
 
 RANKED = 32
-"""Number of a plan's best recipes that are checked for a live model. Each costs a replay, and only those with
-fewer micro-batches are rejected."""
+"""Number of a plan's best recipes that are checked on a live model. Each check repeats a prediction, and only
+recipes with fewer micro-batches are rejected."""
 
 
 def next_recipe(
@@ -58,7 +59,7 @@ def next_recipe(
                     smaller = _plan_smaller(job, recipe, device, live, slots)
                 else:
                     smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
-            except SnugfitError as unknown:  # a GPU or a model without prediction
+            except SnugfitError as unknown:  # the GPU or the model has no prediction
                 return Unplanned(recipe=cut(job, recipe), why=str(unknown))
             if smaller is not None:
                 return smaller
@@ -88,7 +89,7 @@ def _plan_smaller(
 
     gpu = find_gpu(torch.cuda.get_device_name(device))
     needed = predict_apart(job, recipe, gpu, 1).needed_bytes
-    # The next recipe may be no less exact than the present one.
+    # The next recipe must not be less exact than the present one.
     fidelity = max((technique.fidelity for technique in recipe), key=list(Fidelity).index)
     smaller = plan(
         job,
@@ -97,7 +98,7 @@ def _plan_smaller(
         fidelity=fidelity,
         keep={slot: recipe[slot] for slot in Slot if slot not in changing},
         ranked=RANKED if live else 0,
-        workers=1,  # no process besides this one, which would import the user's script again
+        workers=1,  # no other process, because it would import the user's script again
     )
     if smaller.best is None:
         return None
@@ -107,7 +108,7 @@ def _plan_smaller(
 
 
 SEARCHED_ON_SEVERAL = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
-"""Slots that may change and that plans for several GPUs search."""
+"""Slots (groups of alternative techniques) that may change and that plans for several GPUs search."""
 
 
 def _plan_smaller_on_several(
@@ -142,7 +143,7 @@ def suits_live_model(following: Recipe, before: Recipe) -> bool:
 
 def cut_smaller(job: Job, recipe: Recipe) -> Recipe | None:
     """Return the recipe with the next larger number of micro-batches; None if there is none."""
-    # Gradients of the pieces are added up, so they must not be released in the passes.
+    # Gradients of micro-batches are summed, so they cannot be released within the backward pass.
     whole = recipe.with_(roster.plain(Slot.GRADIENTS))
     finer = {
         cut.pieces: cut

@@ -1,11 +1,11 @@
 """Error reports of a command that runs in several processes: each error is printed once.
 
-With torchrun, each process runs the whole command. The first process reports errors common to all (a mistake
-in the job file), with its exit code. An error of one process alone is reported by that process, with its
-rank. Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With
-our own `--gpus N`, only the launcher reports it, once (`Feature.processes`).
+With torchrun, each process runs the whole command. The first process reports errors that all processes have,
+such as a mistake in the job file. An error of a single process is reported by that process, with its rank.
+Either error is also written to the file that torch's launcher reads (`TORCHELASTIC_ERROR_FILE`). With `--gpus
+N`, only snugfit's launcher reports the error (`Feature.processes`).
 
-When the launcher dies, the kernel kills its processes, as each has requested.
+When the launcher dies, the kernel kills its processes, because each of them has registered for it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from snugfit.errors import SnugfitError, escape_controls
 from snugfit.training.ranks import ToldElsewhere, world
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
-"""Arguments of the running command, without the program's name."""
+"""Command-line arguments of the running command, without the program's name."""
 
 OWN_PROCESS: ContextVar[bool] = ContextVar("OWN_PROCESS", default=False)
-"""True if the process runs one command and ends with it."""
+"""True if the process runs one command and then exits."""
 
 LAUNCHED = "SNUGFIT_LAUNCHED"
-"""Environment variable of processes that `--gpus N` started."""
+"""Name of the environment variable in processes that `--gpus N` started."""
 
 STARTED_AGAIN = "SNUGFIT_STARTED_AGAIN"
-"""Environment variable of processes that `--gpus N` restarted for the same run."""
+"""Name of the environment variable in processes that `--gpus N` restarted to continue the same run."""
 
 CAN_START_AGAIN = "can_start_again"
-"""Attribute of an error, and key in the launcher's file, for a command that can start again."""
+"""Name of an error's attribute, and of a key in the launcher's file. Either means that the command can
+restart."""
 
 
 def is_started_again() -> bool:
-    """Return True if a launcher started this command again for the same run.
+    """Return True if a launcher has restarted this command for the same run: snugfit's own launcher, or
+    torchrun with `--max-restarts`.
 
     The launcher is ours, or torchrun with `--max-restarts`.
     """
@@ -60,12 +62,12 @@ def one_of_several() -> Iterator[None]:
         return
     from snugfit.measurement.process import die_with_parent
 
-    # A process must not continue to train after its launcher was killed.
+    # This process must end when its launcher is killed.
     die_with_parent(os.getppid())
     stdout, stderr = sys.stdout, sys.stderr
     try:
         if process.rank:
-            # The first process prints for all.
+            # Only the first process prints.
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         yield
     except ToldElsewhere:

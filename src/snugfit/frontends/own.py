@@ -4,8 +4,8 @@
                             output_dir="out", num_train_epochs=1)
 
 A second start with the same arguments resumes the run. When memory runs out, the run switches to the fastest
-recipe that needs less. It keeps the global batch and repeats the failed step (`next_recipe.py`). Several
-processes switch when all are started again (`Feature.processes`).
+recipe that needs less memory. It keeps the global batch and repeats the failed step (`next_recipe.py`). A run
+of several processes switches after all of them have restarted (`Feature.processes`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from snugfit.training.run.trained import Trained
 
 RANDOM = "random"
-"""Value of `weights` for random weights instead of a folder."""
+"""Value of the argument `weights` for random weights instead of a checkpoint folder."""
 
 MADE_IN_PYTHON = ("python", "config", "drawn")
-"""Origins of models without a checkpoint: a module has its own weights, a config random ones."""
+"""Origins of models without a checkpoint. A module has its own weights, and a config gets random ones."""
 
 
 def train(
@@ -97,7 +97,7 @@ def train(
     }  # fmt: skip
     target = device_of(device)
     with process_group(target) as ranks:
-        # The processes that simulate import their packages while this one reads the data.
+        # Worker processes import packages for the prediction while this process reads the data.
         if foresee and ranks.is_first:
             begin_to_import(job, target, ranks.size)
         heard = watch if ranks.is_first else _nobody
@@ -132,7 +132,7 @@ def make_run(
 
     The data is read, and nothing is written. Raises `UsageError` for arguments that cannot be run.
     """
-    # A folder that cannot be written is refused before the data is read.
+    # An output folder that cannot be written is rejected before the data is read.
     folder = writable_folder(folder_of(output_dir))
     how = {name: options.pop(name, None) for name in ("tokenizer", "processor", "columns")}
     pack = options.pop("pack", False)
@@ -185,7 +185,7 @@ def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOp
             f"report_to is {chosen.report_to!r}, but no feature here has trackers. Leave it out."
         )
     for trackers in hooks("trackers"):
-        # Called for its refusals alone: a missing package ends the run before the data is read.
+        # Called only for its errors: a missing package must end the run before the data is read.
         trackers().callbacks_for(chosen)
     return chosen
 
@@ -208,7 +208,7 @@ def _recipe_for(
     refuse_unsupported("plain", setup)
     for warning in cut_warning(job, recipe):
         watch(warning)
-    if target.type == "cpu":  # on a GPU, the prediction contains this warning
+    if target.type == "cpu":  # on a GPU, the prediction has this warning
         for text in recipe.lost_updates(job):
             watch({"event": "warning", "text": text})
     return recipe

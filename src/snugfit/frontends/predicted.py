@@ -1,11 +1,12 @@
-"""The prediction of a run at its start, for its GPU.
+"""The prediction of a training run's bytes and seconds on its GPU, made at the start of the run.
 
-It is computed once for each recipe of a run, before the build, and takes some seconds. On the CPU, only bytes
-of the host could be predicted, so there is no prediction.
+A prediction is made once for each recipe of a run, before the model is built, and takes some seconds. On the
+CPU there is none, because only bytes of the host could be predicted.
 
-The simulation of one of several ranks replaces torch's default process group by a fake one, as does that of
-DeepSpeed's engine. In a process that trains with several ranks or an engine, this is the real group. Another
-process simulates there, while this one builds and trains, since the other ranks would wait for it.
+A simulation of one of several ranks replaces torch's default process group by a fake one. So does the
+simulation of DeepSpeed's engine. A process that trains with several ranks or an engine needs the real group.
+The simulation then runs in another process, while this one builds and trains, because the other ranks would
+wait for it.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def run_predictor(device: torch.device, gpus: int = 1) -> PredictRun:
         def work() -> None:
             try:
                 answer.set_result(predict_run(job, recipe))
-            except Exception as fault:  # of the other process: no reason to end a run that trains
+            except Exception as fault:  # a failed prediction must not end the training
                 answer.set_result(f"This run could not be predicted ({type(fault).__name__}): {fault}")
 
-        # A daemon thread does not keep a finished process alive.
+        # As a daemon, this thread does not delay the end of the process.
         threading.Thread(target=work, name="predicts the run", daemon=True).start()
         return answer
 

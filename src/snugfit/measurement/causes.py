@@ -46,10 +46,10 @@ def cause_of_exit(child: ChildExit, reported: str | None) -> str:
         return TIMEOUT
     if child.returncode == 0:
         return reported or NO_RESULT
-    # `exit:1` may be any exception, and the kernel's counter is better evidence.
+    # `exit:1` may be any exception, so the kernel's count of killed processes is better evidence.
     if reported not in (None, OK, NO_RESULT, BAD_RESULT, "exit:1"):
         return reported
-    # With an exit code above 0, a killed worker may have made the process fail.
+    # An exit code above 0 may be the consequence of a killed worker process.
     if child.oom_kills > 0 and (child.returncode == -signal.SIGKILL or child.returncode > 0):
         return HOST_OOM
     return _cause_in_output(child) or _cause_of_code(child.returncode)
@@ -64,11 +64,12 @@ class _FatalMessage(NamedTuple):
 
 
 _FATAL_MESSAGES = (
-    # Never observed: an exception in a C++ thread without Python frames would end the process.
+    # Such an exception in a C++ thread without Python frames would end the process. It was never observed.
     _FatalMessage(
         -signal.SIGABRT, "oom:torch", r"^terminate called after throwing .* 'c10::OutOfMemoryError'"
     ),
-    # From a log. It was never observed that bitsandbytes then exits with 1 and raises nothing.
+    # Taken from a published log. It was never observed that bitsandbytes then exits with 1 and raises
+    # nothing.
     _FatalMessage(1, "oom:bitsandbytes", r"^Error out of memory at line \d+ in file .*\.(?:cu|cuh|cpp|c)\b"),
 )
 

@@ -1,17 +1,17 @@
 """The measured process: `python -m snugfit.measurement.child REQUEST RESULT`.
 
-It reads one request, runs one experiment, writes one result and exits. The allocator's peaks are those of the
-Step alone. One tiny tensor creates the context and is freed, and then the peaks are reset. After the last
-step the device is idle. Only then are NVML and nvidia-smi compared.
+It reads one request, runs one experiment, writes one result and exits. The allocator's memory peaks are those
+of the training step alone. A tiny tensor creates the CUDA context and is freed, and then the peaks are reset.
+NVML and nvidia-smi are compared only after the last step, when the device is idle.
 
-The start-up is timed by the wall clock, from the moment at which the parent launched this process. The
-model's code is imported before the context is created, rather than by the build. So each stage of the
-start-up is separate.
+Start-up times are measured in wall-clock time from the moment at which the parent process started this one.
+The model's code is imported before the CUDA context is created, and not while the model is built. Each part
+of the start-up is therefore measured separately.
 
-With several ranks, each is such a process. Its group is created right after the context. On a GPU all values
-are read before a few more steps, which the first rank profiles.
+With several ranks (processes that train together), each rank is such a process. The process group is created
+right after the context. On a GPU, all values are read before a few more steps, which the first rank profiles.
 
-Every exception becomes a cause in the result, with the allocator's peaks so far, and exit code 1.
+An exception becomes a cause of failure in the result, with the memory peaks so far, and exit code 1.
 
 DeepSpeed resets these peaks each time it empties the allocator's cache (`empty_cache` of
 `deepspeed.runtime.utils`). It does so for each group of parameters while it builds its engine. The earlier
@@ -21,8 +21,8 @@ the predicted 4.2. NVML agreed with the prediction within 3 %.
 **Evaluations.** Comparison of an evaluation's outputs with those of the plain model in fp32, after its bytes
 and seconds were read.
 
-The plain model has the same random weights, since it is built after the same seed. Weights of 16 bits are
-copied to fp32, so that the error is that of the recipe and of the dtype together.
+The plain model has the same random weights, because both models are built with the same seed. 16-bit weights
+are copied to fp32, so that the error of the recipe and that of the weights' dtype are measured together.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ if TYPE_CHECKING:
 
 
 SEED = 0
-"""Seed of the random weights and data, equal in every run."""
+"""Random seed of weights and data, the same in every run."""
 
 HISTORY_STEP = 2
-"""Index of the step after which recorded allocations are written: the first that is like all later ones."""
+"""Index of the step after which the recorded allocations are saved: the first step that is like all later
+ones."""
 
 HISTORY_ENTRIES = 1_000_000
-"""Largest number of recorded allocations and frees. A choice, not measured."""
+"""Largest number of allocations and frees to record (chosen, not measured)."""
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
     write_document(result_path, result.to_json())
     sys.stdout.flush()
     sys.stderr.flush()
-    # The interpreter's own end would free the heap object by object.
+    # Without `os._exit`, the interpreter would free the heap object by object.
     os._exit(0 if result.outcome == causes.OK else 1)
 
 
@@ -91,7 +92,7 @@ def run(request: Mapping[str, Any], history: Path) -> ChildResult:
     try:
         return _run_steps(request, history)
     except Exception as error:
-        # The parent compares these times across ranks, so the printing comes later.
+        # The parent process compares this time across ranks, so it is taken before the traceback is printed.
         failed = time.monotonic()
         traceback.print_exc()
         cause = causes.cause_of_exception(error)
@@ -118,19 +119,19 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
     records = bool(request["history"])
     if records:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    family = request["parent"] if context.group else None  # ancestor of this run's processes
+    family = request["parent"] if context.group else None  # ancestor of all ranks' processes
     loads: list[HostLoad | None] = [host_load(family)]
     steps = request["warmup"] + request["steps"]
     core = QuietCore((request["rank"], request["ranks"])) if on_gpu else None
 
     def after_step(index: int) -> None:
-        if index in (request["warmup"] - 1, steps - 1):  # before the first steady step, after the last
+        if index in (request["warmup"] - 1, steps - 1):  # before the first timed step, after the last
             loads.append(host_load(family))
         if records:
             _dump_history(index, history)
 
     stopwatch = Stopwatch(device, request["warmup"], after_step=after_step, core=core)
-    # Kept losses would add bytes on the GPU, but predictions are compared to the byte.
+    # Stored losses would need GPU memory that the predictions do not contain.
     step = open_step(job, setup, request["loop"], device, keep_losses=not on_gpu)
     step.trainer_arguments = request.get("trainer_arguments", {})
     if context.group is not None and on_gpu:
@@ -150,7 +151,7 @@ def _run_steps(request: Mapping[str, Any], history: Path) -> ChildResult:
             context_seconds=context.ready - imported,
         ),
         losses=tuple(losses),
-        results=results_of(step, SEED),  # needs memory, so the peaks were read before
+        results=results_of(step, SEED),  # evaluation needs memory, so it follows the reading of peaks
         crowded=crowding(loads[-2], loads[-1], os.cpu_count() or 1),
         disturbed=core.disturbed_share() if core else None,
         host_loop_seconds=core.loop_seconds() if core else None,
@@ -175,7 +176,7 @@ def _read_idle(request: Mapping[str, Any], stopwatch: Stopwatch) -> ChildResult:
         cpu_seconds=tuple(stopwatch.cpu_seconds()),
         smi_bytes=smi_bytes,
         smi_nvml_bytes=nvml_bytes,
-        # Further steps, and the plain model of a comparison, have other peaks.
+        # Later steps with a profiler, and the plain model of a comparison, have other memory peaks.
         peaks_at=time.monotonic(),
     )
 
@@ -215,17 +216,18 @@ class _Context(NamedTuple):
     """The result of creating a CUDA context in the measured process: its bytes, and the process group."""
 
     growth_bytes: int | None
-    """Growth of the device's used bytes; None on a CPU, and where NVML does not answer."""
+    """Bytes by which the CUDA context increased the device's used memory. None on a CPU, or if NVML gives no
+    data."""
 
     ready: float
-    """The time at which the context and the process group were created, by the monotonic clock."""
+    """Time at which the CUDA context and the process group existed, in seconds of the monotonic clock."""
 
     group: Any = None
-    """The process group of the ranks; None where one process trains."""
+    """The process group of all ranks; None for a single process."""
 
     communication_bytes: int | None = None
-    """Growth of the device's used bytes by the first exchange of the group; None as for `growth_bytes`, and
-    without a group."""
+    """Bytes by which the first exchange of the process group increased the device's used memory. None without
+    a group, and as for `growth_bytes`."""
 
 
 def _open_group(request: Mapping[str, Any], device: torch.device) -> Any:
@@ -260,7 +262,7 @@ def _make_context(device: torch.device, request: Mapping[str, Any]) -> _Context:
         ready = time.monotonic()
         with_group = _used_bytes(request["uuid"])
     del tiny
-    # The tiny tensor's segment would count as reserved in every peak.
+    # The allocator's segment for the tiny tensor would count in every peak of reserved bytes.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     keep_peaks()
@@ -275,14 +277,14 @@ def _peaks() -> ChildResult:
     initialized.
     """
     host = ChildResult(outcome=causes.OK, host_bytes=peak_resident_bytes())
-    # A run may fail before it imports torch; then there are no peaks to read.
+    # A run that fails before it imports torch has no memory peaks.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return host
     try:
         stats = with_kept(torch.cuda.memory_stats())
         properties = torch.cuda.get_device_properties()
-    except Exception as fault:  # after a device-side fault the context answers no call any more
+    except Exception as fault:  # after a device-side fault, each CUDA call fails
         print(f"The allocator's peaks were lost: {fault}", file=sys.stderr)
         return host
     return replace(
@@ -349,7 +351,7 @@ def _versions() -> dict[str, str]:
 PEAKS = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
 _BEFORE: dict[str, int] = {}
-"""The largest value of each of the allocator's peaks before a reset of its counters."""
+"""The largest value of each memory peak of the allocator before its counters were reset."""
 
 
 def keep_peaks() -> None:
@@ -392,17 +394,17 @@ def results_of(step: Step, seed: int) -> dict[str, Any]:
 
 
 def _comparison(step: Any, seed: int) -> dict[str, Any]:
-    """Return the differences of a step's outputs to the plain model's, or the reason why they could not be
-    compared.
+    """Return the differences of a step's outputs from those of the fp32 model, or the reason why both could
+    not be compared.
 
-    The model of the step is deleted, because the plain one needs its memory.
+    The model of the step is deleted, because the fp32 model needs its memory.
     """
     try:
         own = _outputs(step, seed)
         step.model = None
         gc.collect()
         plain = _outputs(_plain_step(step, seed), seed)
-    # An output may have another shape, and two models may not fit.
+    # The plain model's output may have another shape, and two models may not fit into memory.
     except Exception as error:
         return {"not_compared": f"{type(error).__name__}: {one_line(error, 300)}"}
     if own.values.shape != plain.values.shape:
@@ -414,7 +416,7 @@ def _comparison(step: Any, seed: int) -> dict[str, Any]:
 
 
 def _plain_step(step: Any, seed: int) -> Any:
-    """Return a step of the plain recipe for the same job, with the model built and its weights in fp32."""
+    """Return a step of the same job without any technique, with the model built and its weights in fp32."""
     import torch
 
     from snugfit.step.open_step import open_step

@@ -1,7 +1,8 @@
-"""The result that a measured child writes for its parent: one typed document, checked field by field.
+"""The result that a measured process writes for its parent process: one JSON document, whose fields are
+checked one by one.
 
-The parent accepts no field of a wrong type: one wrong field makes the outcome `bad-result`. Only a loss may
-be null, because a loss can be NaN and JSON has no NaN.
+A single field of a wrong type makes the outcome `bad-result`. Only losses may be null, because a loss can be
+NaN and JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SECONDS = (
 )
 
 _OUTCOME = re.compile(r"ok|refused|host-oom|oom:[a-z]+|exit:1")
-"""The outcomes that a child process can report itself; see causes.py."""
+"""Pattern of the outcomes that a child process can report itself (`causes.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,90 +49,92 @@ class ChildResult:
     """The values that a measured run returns from its process; None for a value without a measurement."""
 
     outcome: str
-    """`ok`, or the cause of the process's failure as the child detected it."""
+    """`ok`, or the cause of the failure as the process detected it."""
 
     message: str = ""
-    """The exception in one line, for an outcome other than `ok`."""
+    """The exception in one line; empty for the outcome `ok`."""
 
     seconds: tuple[float, ...] = ()
-    """Seconds of each steady step."""
+    """Wall-clock seconds of each steady step (a step like all later ones)."""
 
     cpu_seconds: tuple[float, ...] = ()
-    """CPU seconds of each steady step."""
+    """CPU seconds of each steady step (a step like all later ones)."""
 
     results: Mapping[str, Any] = field(default_factory=dict)
-    """Results of an evaluation beside its bytes and seconds (`Measurement.results`)."""
+    """Results of an evaluation besides its bytes and seconds (`Measurement.results`)."""
 
     startup: Startup | None = None
-    """Seconds from the start of the process to the steady steps."""
+    """Seconds of each part of the start-up, from the start of the process to the steady steps."""
 
     losses: tuple[float, ...] = ()
-    """Loss of each step, with the warm-up steps."""
+    """Loss of each step, including warm-up steps."""
 
     requested_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    """Peaks of the CUDA allocator: `requested_bytes.all.peak`, and so on."""
+    """Peak bytes that the CUDA allocator reserved (`reserved_bytes.all.peak`). The two fields above are its
+    peaks of requested and allocated bytes."""
 
     retries: int | None = None
-    """The allocator's counter `num_alloc_retries`."""
+    """Number of times that the CUDA allocator freed its cache and retried (`num_alloc_retries`)."""
 
     host_bytes: int | None = None
-    """Largest resident memory of the process."""
+    """Peak resident memory of the process on the host, in bytes."""
 
     first_context_bytes: int | None = None
-    """Growth of the device's used bytes by the first tiny tensor."""
+    """Bytes by which the first tiny tensor (and so the CUDA context) increased the device's used memory."""
 
     communication_bytes: int | None = None
-    """Growth of the device's used bytes by the process group and its first exchange."""
+    """Bytes by which the process group and its first exchange increased the device's used memory."""
 
     paged_bytes: int | None = None
-    """Managed memory of its optimizer, on the GPU or not."""
+    """Bytes of the optimizer's CUDA managed memory, on the GPU or the host."""
 
     smi_bytes: int | None = None
-    """nvidia-smi's used bytes, read once on the idle device."""
+    """Used bytes of the idle device from nvidia-smi, read once."""
 
     smi_nvml_bytes: int | None = None
-    """NVML's used bytes, read right before `smi_bytes`."""
+    """Used bytes of the device from NVML, read just before `smi_bytes`."""
 
     device_name: str | None = None
-    """Name of the device from torch."""
+    """Name of the device, as torch reports it."""
 
     total_bytes: int | None = None
-    """The GPU's memory from torch, in bytes."""
+    """Total memory of the GPU in bytes, as torch reports it."""
 
     crowded: str | None = None
-    """Use of the host's cores by other processes while steps were timed."""
+    """Description of other processes that used the host's cores while steps were timed; None without any."""
 
     quiet: tuple[bool, ...] = ()
-    """For each of `seconds`: True if no other process disturbed the core that launches kernels."""
+    """One flag per entry of `seconds`: True if no other process slowed down the core that launches kernels.
+    """
 
     disturbed: float | None = None
-    """`QuietCore.disturbed_share` of that core."""
+    """Share of the checks in which other processes slowed down that core (`QuietCore.disturbed_share`)."""
 
     host_loop_seconds: float | None = None
-    """Seconds of a short loop on that core (`QuietCore.loop_seconds`)."""
+    """Seconds of a short Python loop on that core (`QuietCore.loop_seconds`)."""
 
     timed_from: float | None = None
-    """Start of the first steady step on the host, by the monotonic clock."""
+    """Time at which the host started the first steady step, in seconds of the monotonic clock."""
 
     timed_until: float | None = None
-    """A time after the end of the last timed step on the device, by the same clock."""
+    """A time after the last timed step had ended on the device, in seconds of the monotonic clock."""
 
     peaks_at: float | None = None
-    """Time of the reading of the memory peaks, by the same clock; None for a run that died."""
+    """Time at which the memory peaks were read, in seconds of the monotonic clock. None for a failed run."""
 
     failed_at: float | None = None
-    """Time of the exception that ended the run, by the same clock."""
+    """Time of the exception that ended the run, in seconds of the monotonic clock; None without one."""
 
     fabric_seconds: float | None = None
-    """Seconds a step of NCCL's kernels, in steps after the timed ones."""
+    """Seconds of NCCL's kernels in one step, measured in further steps after the timed ones."""
 
     exposed_fabric_seconds: float | None = None
     """Part of `fabric_seconds` in which no other kernel ran."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages and the CUDA libraries."""
+    """Versions of Python packages and CUDA libraries, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object without NaN for `ChildResult.from_json`."""
@@ -161,7 +164,7 @@ def _is_count_or_none(value: Any) -> bool:
 
 
 def _is_list_of(value: Any, *types: type) -> bool:
-    # Exact types, because a bool is an int in Python.
+    # Compares exact types, because a bool is also an int in Python.
     return isinstance(value, list) and all(type(entry) in types for entry in value)
 
 
@@ -191,4 +194,5 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "versions": lambda value: isinstance(value, dict) and _is_list_of(list(value.values()), str),
     "startup": _is_startup_or_none,
 }
-"""Function for each field that returns True for a value that a child can have written."""
+"""Function for each field that returns True if its value is valid, for results read from a child process's
+file."""

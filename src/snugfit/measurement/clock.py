@@ -1,7 +1,7 @@
 """A GPU's clock while steps were timed, from the readings of the NVML thread.
 
-A prediction is for a GPU with a constant clock. A GPU lowers its clock at its power limit or when it is hot.
-The steps then take longer for a reason outside the recipe.
+A prediction assumes a constant clock. A GPU lowers its clock at its power limit or when it is hot. The steps
+then take longer for a reason that the recipe does not cause.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class ClockReading(NamedTuple):
     """One NVML reading of a GPU's clock, with the reasons for a lower clock."""
 
     moment: float
-    """Seconds of the monotonic clock."""
+    """Time of the reading, in seconds of the monotonic clock."""
     mhz: int
-    """The SM clock at that time, in MHz."""
+    """Frequency in MHz of the clock of the GPU's multiprocessors (SM)."""
     reasons: int
-    """NVML's bits for the reasons of a lower clock."""
+    """Bits by which NVML encodes the reasons for a reduced clock."""
 
 
 def read_clock(card: Card, moment: float) -> ClockReading:

@@ -1,8 +1,9 @@
 """Checks for other processes on the GPU before, during and after an experiment.
 
-Before: no process computes on the GPU and next to no memory is used. After: the GPU is as before. Both checks
-wait, because the driver takes a moment to free the memory of a dead process. During: NVML's process list is
-compared with our processes. That list is no proof for three reasons:
+Before: no process computes on the GPU and almost no memory is used. After: the GPU is in the same state as
+before. Both checks wait, because the driver needs a moment to free the memory of an ended process. During:
+NVML's list of processes is compared with those of the measurement. The list alone is no proof, for three
+reasons:
 
 - In a container its process ids may be the host's, so that it does not show ours. Then two processes or more
   are contamination.
@@ -11,8 +12,8 @@ compared with our processes. That list is no proof for three reasons:
 - It omits a display's processes, but not their bytes. Then the GPU is not clean, and the reason mentions
   them.
 
-A GPU that is not clean is measured anyway, with the reason in `contaminated`. Each function returns that
-reason as a sentence, or None.
+A measurement on a GPU with other processes runs anyway, and its field `contaminated` has the reason. Each
+function returns the reason as a sentence, or None.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ from snugfit.units import MIB, show_mib
 _T = TypeVar("_T")
 
 PATIENCE = 10.0
-"""Seconds to wait for other processes to leave the GPU (chosen): the delay of a driver was not measured."""
+"""Longest wait in seconds for other processes to leave the GPU (chosen). The delay of a driver was not
+measured."""
 
 IDLE_BYTES = 64 * MIB
-"""Upper bound on the used bytes of an idle GPU, without the driver's reserve. A choice; published idle
+"""Largest used bytes of a GPU that counts as idle, without the driver's reserve (chosen). Published idle
 readings are 0."""
 
 DRIFT_BYTES = 32 * MIB
-"""Upper bound on the difference of the used bytes before and after an experiment. A choice."""
+"""Largest accepted difference in bytes between the GPU's used memory before and after an experiment (chosen).
+"""
 
 LIBRARY_BYTES = 512 * MIB
-"""Upper bound on the bytes that kernels and libraries loaded during a run add to the context of the first
-tensor. In twenty runs of seven model families on an H200 it was 130 to 146 MiB. NCCL or another eager loader
-would add more."""
+"""Largest accepted growth of a CUDA context in bytes, by kernels and libraries that are loaded after the
+first tensor. In twenty runs of seven model families on an H200 it was 130 to 146 MiB. NCCL or another eager
+loader would add more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +55,13 @@ class GpuBaseline:
     """The GPU before an experiment, as the reference for all later readings."""
 
     used_bytes: int | None
-    """Used bytes before the experiment began; None where NVML does not answer."""
+    """Used bytes of the GPU before the experiment began; None if NVML gives no data."""
 
     pids: frozenset[int]
-    """Processes on the GPU before the experiment."""
+    """Ids of the processes on the GPU before the experiment."""
 
     reason: str | None
-    """Reason why the GPU is not clean; None when it is."""
+    """Reason why a measurement on this GPU may be wrong, such as another process; None if it is idle."""
 
     def growth(self, peak_bytes: int | None) -> int | None:
         """Return the bytes that a run adds to the GPU's used bytes in NVML, until its peak."""
@@ -127,7 +130,7 @@ def _read_baseline(card: Card) -> GpuBaseline:
     reason = None
     if processes:
         reason = f"before the run {_list(processes)} used this GPU"
-    # Version 1 counts the driver's reserve as used, so its bytes prove nothing.
+    # NVML's version 1 counts the driver's reserve as used, so the used bytes show nothing.
     elif used > IDLE_BYTES and not card.counts_reserve:
         graphics = card.graphics_processes()
         user = f"a display ({_list(graphics)})" if graphics else "processes that NVML does not list"
@@ -176,9 +179,9 @@ def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
 def _foreign_bytes(census: Census, baseline: GpuBaseline) -> str | None:
     """Return a sentence on bytes that other processes use on the device, where the driver reports each
     process's; None without any."""
-    # Some drivers list a process without its bytes.
+    # Some drivers list a process without its number of bytes.
     own = [process.bytes for process in census.own if process.bytes is not None]
-    # With a process of unknown size, the difference proves nothing.
+    # If the bytes of one process are unknown, the difference of sums shows nothing.
     if not census.own or len(own) < len(census.own) or baseline.used_bytes is None:
         return None
     excess = census.used_bytes - baseline.used_bytes - sum(own)

@@ -1,18 +1,19 @@
-"""Host figures from the operating system: kills for memory, peak memory, the CPU's name, and its load.
+"""Figures of the host from the operating system: processes killed for memory, peak memory, CPU name, and CPU
+load.
 
-psutil reads the counters that it supports. Two more are read from /proc. One is the number of processes that
-the kernel killed for memory. It is counted per control group (v2 `memory.events`, v1 `memory.oom_control`)
-and for the machine (`/proc/vmstat`). The other is the peak of resident memory. A child that died of SIGKILL
-while a kill counter rose was killed for memory. There is no better evidence, because the kernel's log is not
-readable.
+psutil reads most counters. Two more are read from /proc. One is the number of processes that the kernel
+killed for memory. It is counted per control group (v2 `memory.events`, v1 `memory.oom_control`) and for the
+machine (`/proc/vmstat`). The other is the peak of resident memory. If a child process died of SIGKILL while
+such a counter rose, it counts as killed for memory. There is no better evidence, because the kernel's log is
+not readable.
 
-The load shows if other processes took the cores while steps were timed. A host that is crowded all the time
-makes every step equally slow, and so looks stable. On two cores next to two busy processes a tiny BERT's
-steps took 1.35 s with a spread of 1 %. With one thread instead of two they took 13 ms. (Probably threads at a
+The CPU load shows if other processes used the cores while steps were timed. On a host that is always crowded,
+every step is equally slow, so the times look stable. On two cores next to two busy processes, a tiny BERT
+took 1.35 s a step, with a spread of 1 %. With one thread instead of two it took 13 ms. (Probably threads at a
 barrier wait for the one without a core.)
 
-Limits: the counters are those of the whole machine, so crowding on a few cores of an affinity mask can go
-unnoticed. The counters are also coarse, so very short runs show no crowding.
+Limits: the counters are those of the whole machine. If the process may only use a few cores, other processes
+on these can go unnoticed. The counters are also coarse, so very short runs seem undisturbed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_LOAD_SECONDS = 0.2
-"""Shortest time in seconds between two readings of the load; for less the kernel's ticks are too coarse
-(chosen)."""
+"""Shortest time in seconds between two readings of the CPU load (chosen). The kernel's counters are too
+coarse for less."""
 
 CROWDED_BUSY_SHARE, CROWDED_OTHER_SHARE = 0.9, 0.1
-"""Shares of all cores that count as crowded: busy in total, and busy with other processes. Choices."""
+"""Shares of the host's total CPU time above which it counts as crowded (chosen): of all processes, and of
+other processes."""
 
 
 def oom_kills(root: Path = Path("/")) -> int:
@@ -40,14 +42,14 @@ def oom_kills(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        # In version 2 the list of controllers is empty.
+        # In cgroup version 2, the list of controllers is empty.
         if not controllers:
             hierarchy, counter = root / "sys/fs/cgroup", "memory.events"
         elif "memory" in controllers.split(","):
             hierarchy, counter = root / "sys/fs/cgroup/memory", "memory.oom_control"
         else:
             continue
-        # In a container, the group's path may be the host's, and its files are at the root.
+        # In a container, this path may be the host's, while the group's files are at the root.
         counters += [hierarchy / path.strip("/") / counter, hierarchy / counter]
     return sum(_number(r"^oom_kill (\d+)$", path) or 0 for path in dict.fromkeys(counters))
 
@@ -63,7 +65,7 @@ def peak_resident_bytes() -> int:
     if kibibytes is not None:
         return kibibytes * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux kibibytes.
+    # The unit of `ru_maxrss` is bytes on macOS, KiB on Linux.
     return largest if sys.platform == "darwin" else largest * 1024
 
 
@@ -92,14 +94,14 @@ class HostLoad:
     """CPU counters at one moment, in seconds since a fixed start."""
 
     wall: float
-    """Seconds of the monotonic clock."""
+    """Time of the reading, in seconds of the monotonic clock."""
 
     busy: float
-    """Busy seconds of all cores of the machine together."""
+    """CPU seconds that all cores of the machine were busy."""
 
     own: float
-    """CPU seconds of this process and its living and waited-for children, or of all living processes of a
-    family."""
+    """CPU seconds of this process and of its children, both running and finished. For a family of processes,
+    those of all its running members."""
 
 
 def host_load(family: int | None = None) -> HostLoad | None:
@@ -112,9 +114,9 @@ def host_load(family: int | None = None) -> HostLoad | None:
         times = psutil.cpu_times()
     except (OSError, RuntimeError, ValueError):
         return None
-    # `steal` is the time that a hypervisor gave to other guests.
+    # `steal` is CPU time that the hypervisor gave to other virtual machines.
     busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-    # The fifth value is not CPU time, but the wall clock.
+    # The fifth value of `os.times` is wall-clock time.
     own = sum(os.times()[:4]) if family is None else 0.0
     for process in psutil.Process(family).children(recursive=True):
         try:

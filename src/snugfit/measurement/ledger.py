@@ -45,8 +45,8 @@ def open_ledger(root: Path) -> Iterator[None]:
         writable_folder(root)
         yield
     except BaseException:
-        with suppress(OSError):  # a folder with contents stays, and so do those above it
-            # The deepest folder is the first, and `rmdir` removes only empty ones.
+        with suppress(OSError):  # non-empty folders and those above them stay
+            # The deepest folder comes first, because `rmdir` removes only empty folders.
             for folder in absent:
                 folder.rmdir()
         raise
@@ -72,12 +72,12 @@ def write(root: Path, measurement: Measurement, output: str) -> Path:
 def _name(measurement: Measurement) -> str:
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     subject = slug(f"{measurement.job.model.name}-{measurement.recipe}")
-    # Two runs of one recipe may end in the same second.
+    # Two runs of the same recipe may end within the same second.
     return f"{moment}-{subject}-{secrets.token_hex(3)}"
 
 
 def slug(text: str) -> str:
     """Return at most 48 lower-case letters, digits and dashes of a text; never empty."""
     dashed = re.sub(r"[^a-z0-9]+", "-", text.lower())
-    # The cut may leave a dash at the end.
+    # The cut may leave a dash at the end of the name.
     return dashed.strip("-")[:48].strip("-") or "run"

@@ -115,7 +115,7 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
             raise UsageError(f"{what} is {value!r}; allowed are whole numbers from {least} to {MAX_STEPS}.")
     if ranks_of(request.setup) > 1:
         refuse_unsupported(loop, request.setup)
-        # The property raises an error for a batch that the ranks cannot share.
+        # This property raises an error if the ranks cannot share the batch.
         request.rank_job  # noqa: B018
     deadline = request.deadline_seconds
     if type(deadline) not in (int, float) or not (math.isfinite(deadline) and deadline > 0):

@@ -20,15 +20,15 @@ from snugfit.errors import SnugfitError
 from snugfit.units import show_mib
 
 MEMORY_V2 = 0x02000028
-"""`nvmlMemory_v2`: sizeof(nvmlMemory_v2_t) | 2 << 24, from nvml.h."""
+"""Version number of the struct `nvmlMemory_v2_t` from nvml.h: its size in bytes | 2 << 24."""
 
 
 CLOCK_SM = 1
-"""`NVML_CLOCK_SM`, the clock of the multiprocessors, from nvml.h."""
+"""`NVML_CLOCK_SM` from nvml.h: the clock of the GPU's multiprocessors."""
 
 CLOCK_REASONS = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "the hardware": 0x08, "its settings": 0x02}
-"""Reasons for a lower clock in words, with the bits of `nvmlClocksEventReasons` from nvml.h. An idle GPU is
-no such reason."""
+"""Reasons for a reduced GPU clock in words, with their bits in `nvmlClocksEventReasons` of nvml.h. An idle
+GPU is no such reason."""
 
 
 class NvmlUnavailable(SnugfitError):
@@ -42,10 +42,10 @@ class DeviceMemory:
     total_bytes: int
 
     used_bytes: int
-    """Used by processes; under version 1 including the driver's reserve."""
+    """Bytes that processes use; with version 1 of the query, including the driver's reserve."""
 
     reserve_bytes: int | None
-    """The driver's own reserve, or None where only version 1 answers."""
+    """Bytes that the driver reserves for itself. None if only version 1 of the query works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class GpuProcess:
     """A process with a context on the GPU."""
 
     pid: int
-    """Process id of the driver; in a container this may be no process that is visible here."""
+    """Process id as the driver reports it. In a container, no visible process may have this id."""
 
     bytes: int | None
-    """Bytes of the process; None where the driver does not report them."""
+    """GPU memory of the process in bytes; None if the driver does not report it."""
 
 
 class Card:
@@ -82,7 +82,7 @@ class Card:
                 self._version = 2
                 return memory
             except (NvmlUnavailable, AttributeError) as refusal:
-                if self._version == 2:  # stay with the version of the first answer: the two count differently
+                if self._version == 2:  # versions 1 and 2 differ, so the first is kept
                     raise NvmlUnavailable(str(refusal)) from None
         answer = _call(self._library, "nvmlDeviceGetMemoryInfo", self._handle)
         memory = _valid_memory(answer.total, answer.used, None)
@@ -156,7 +156,7 @@ class Card:
         if not current:
             return self
         library = self._library
-        # A partitioned GPU need not have a device at every index.
+        # A GPU that is split into MIG devices may have none at some indices.
         for index in range(_call(library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)):
             try:
                 return Card(
@@ -256,7 +256,7 @@ def _processes(answer: Any) -> list[GpuProcess]:
     processes = []
     for process in answer or ():
         used = getattr(process, "usedGpuMemory", None)
-        # An unknown size is None, 0 or the largest number of 64 bits.
+        # NVML reports an unknown size as None, 0 or the largest 64-bit number.
         is_known = type(used) is int and 0 < used < 1 << 50
         processes.append(GpuProcess(pid=int(process.pid), bytes=used if is_known else None))
     return processes

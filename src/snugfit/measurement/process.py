@@ -1,12 +1,12 @@
 """A child process that cannot outlive or block its parent.
 
-It runs in its own session, so that one `killpg` reaches it and all its descendants. The parent sleeps in
-`poll` on two file descriptors, the child's death (a pidfd) and the child's output (a pipe). It uses no CPU in
-between. Only the last 64 KiB of the output are stored. At the deadline the group gets SIGTERM and then
-SIGKILL. In every case, also after Ctrl-C, the group is killed and reaped.
+The child runs in its own session, so that one `killpg` reaches it and all its descendants. The parent sleeps
+in `poll` on two file descriptors: the child's exit (a pidfd) and the child's output (a pipe). It uses no CPU
+in between. Only the last 64 KiB of the output are stored. At the time limit the process group gets SIGTERM
+and then SIGKILL. In every case, also after Ctrl-C, the group is killed and reaped.
 
-The child's half is `die_with_parent`. The kernel kills the child when the parent dies for any reason. Each
-process that the child forks is bound to the child in the same way.
+In the child, `die_with_parent` is called first. The kernel then kills the child when the parent ends for any
+reason. The same holds for each process that the child forks.
 
 The group is killed *before* its leader is reaped. Until then the leader's zombie reserves the group's number,
 so no other group can have it. psutil's `Process.wait` reaps, so it is not used here.
@@ -31,13 +31,14 @@ from typing import Self
 from snugfit.measurement.host import oom_kills
 
 TAIL_BYTES = 64 * 1024
-"""Size of the stored end of a child's output: enough for a long traceback."""
+"""Number of stored bytes at the end of a child's output, enough for a long traceback."""
 
 GRACE_SECONDS = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL when a child must end."""
 
 REAP_SECONDS = 2.0
-"""Seconds to wait for killed descendants to exit. A choice; contamination.py checks the GPU itself."""
+"""Longest wait in seconds for killed descendants to exit (chosen). `contamination.py` checks the GPU itself.
+"""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,14 +51,14 @@ class ChildExit:
     """Exit code, or minus the signal's number."""
 
     timed_out: bool
-    """True if the process was still running at its deadline."""
+    """True if the process was killed because its time limit was over."""
 
     tail: str
-    """The last output of the process to stdout and stderr."""
+    """The last part of the process's stdout and stderr."""
 
     oom_kills: int
-    """Number of processes that the kernel killed for memory during the run, from the counters visible
-    here."""
+    """Number of processes that the kernel killed for lack of memory during the run, from the counters that
+    this process can read."""
 
 
 class Child:
@@ -77,7 +78,7 @@ class Child:
         self._reaping = threading.Lock()
 
     def __enter__(self) -> Self:
-        # The counters may be the machine's, so only their growth counts.
+        # The counters may be those of the whole machine, so only their growth counts.
         self._kills_before = self._count()
         self._process = subprocess.Popen(
             self._command,
@@ -89,7 +90,7 @@ class Child:
         )
         assert self._process.stdout is not None
         self._output: int | None = self._process.stdout.fileno()
-        # A descendant may hold the pipe open for ever, so no read may block.
+        # A descendant may keep the pipe open without end, so reads must not block.
         os.set_blocking(self._output, False)
         try:
             self._pidfd: int | None = os.pidfd_open(self.pid)
@@ -116,7 +117,8 @@ class Child:
 
     def kill(self) -> None:
         """Kill the child process and its process group at once. Another thread may wait for it meanwhile."""
-        # After another thread has reaped the child, its number may belong to another group.
+        # If another thread has reaped the child, the kernel may have given its number to another process
+        # group.
         with self._reaping:
             if self._process.returncode is None:
                 self._signal_group(signal.SIGKILL)
@@ -142,7 +144,7 @@ class Child:
         reaches `moment` first.
         """
         poller = select.poll()
-        # The output is read meanwhile, because a full pipe would block the child.
+        # The output is read while waiting, because a full pipe would block the child.
         for descriptor in (self._output, self._pidfd):
             if descriptor is not None:
                 poller.register(descriptor, select.POLLIN)
@@ -150,11 +152,11 @@ class Child:
             remaining = moment - time.monotonic()
             if remaining <= 0:
                 return False
-            # Without a pidfd, the death is noticed only by looking again.
+            # Without a pidfd, only a repeated check detects the child's exit.
             timeout = remaining if self._pidfd is not None else min(remaining, 0.05)
-            # `poll` takes milliseconds as a C int.
+            # The argument of `poll` is in milliseconds, as a C int.
             ready = poller.poll(min(timeout, 3600) * 1000)
-            # A closed pipe is always ready, so `poll` would no longer sleep.
+            # `poll` returns at once for a closed pipe, so the pipe is removed.
             if any(descriptor == self._output for descriptor, _ in ready) and not self._read_output():
                 poller.unregister(self._process.stdout)  # type: ignore[arg-type]
         return True
@@ -198,7 +200,7 @@ class Child:
                 self._signal_group(signal.SIGKILL)
                 self._process.wait()
                 self._reap_group()
-        for _ in range(64):  # bounded: a descendant that left the group may write for ever
+        for _ in range(64):  # bounded, as descendants may write without end
             if self._output is None or not select.select([self._output], [], [], 0)[0]:
                 break
             self._read_output()
@@ -217,7 +219,7 @@ class Child:
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-self.pid, os.WNOHANG)
-            # Signal 0 only checks for members.
+            # Signal 0 only checks that the group has members.
             try:
                 os.killpg(self.pid, 0)
             except (ProcessLookupError, PermissionError):
@@ -233,7 +235,7 @@ def die_with_parent(parent: int) -> None:
     """
     if sys.platform != "linux":
         return
-    # Python has no `prctl`.
+    # Python's standard library has no `prctl`.
     libc = ctypes.CDLL(None, use_errno=True)
     forker: list[int | None] = [None]
 
@@ -243,7 +245,8 @@ def die_with_parent(parent: int) -> None:
             os._exit(128 + signal.SIGTERM)
 
     def before_fork() -> None:
-        # The kernel means the parent *thread*, so a fork from a thread that ends is left alone.
+        # The kernel would react to the end of the parent *thread*, so this is only set for forks from the
+        # main thread.
         in_main = threading.current_thread() is threading.main_thread()
         forker[0] = os.getpid() if in_main else None
 

@@ -1,15 +1,17 @@
 """Pinning of the threads that launch a GPU's kernels to a CPU core that no other process disturbs.
 
 On the rented host of an H200 (2026-11-21) a step took 23 ms on some cores. The same step took 34 to 38 ms on
-others. This changed from second to second, and the scheduler left the process on its core. We assume that two
-hardware threads share each core, and that another guest used the second thread of the slow ones. A guest has
-no counter for that, but a loop of pure Python takes almost twice as long there.
+others. This changed from second to second, and the scheduler did not move the process to another core. We
+assume that two hardware threads share each core, and that another virtual machine used the second thread of
+the slow ones. A virtual machine has no counter for that. A loop of pure Python, however, takes almost twice
+as long on such a core.
 
-So such a loop is timed at boundaries of phases, a few times a second. When it is slow, the step's own thread
-and that of autograd move to a core on which it is fast. The two take turns and never run together.
+Such a loop is therefore timed between phases of a step, a few times a second. If it is slow, the training
+thread and autograd's thread move to a core on which it is fast. Both threads share one core, because they
+take turns and never run together.
 
-Every other thread, and every forked process, keeps all the cores of the process. A program started by
-`subprocess` does not: it inherits the one core. psutil pins whole processes only, so threads are pinned by
+All other threads, and every forked process, may use all cores of the process. A program that `subprocess`
+starts may not: it inherits the single core. psutil pins only whole processes, so threads are pinned by
 `os.sched_setaffinity`.
 """
 
@@ -24,26 +26,27 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOP_ITERATIONS = 1_500
-"""Number of iterations of the timed loop, which take 20 to 40 microseconds."""
+"""Number of iterations of a loop that measures the core's speed. They take 20 to 40 microseconds."""
 
 DISTURBED_RATIO = 1.25
-"""Ratio of the loop's time to its shortest time above which a core counts as disturbed. Measured ratios were
-1.0 to 1.1 and 1.6 to 1.9."""
+"""Ratio of the loop's time to its shortest time, above which other processes count as disturbing the core.
+Measured ratios were 1.0 to 1.1 and 1.6 to 1.9."""
 
 INTERVAL, INTERVAL_ALL_DISTURBED = 0.2, 1.0
-"""Seconds until the next check if some core was undisturbed, and if none was (chosen). A check takes 0.1 ms,
-and 2 ms if all of 16 cores are tried."""
+"""Seconds between two checks of the core: if an undisturbed core was found, and if all were disturbed
+(chosen). A check takes 0.1 ms, and 2 ms if all of 16 cores are tried."""
 
 MAX_CORES_TRIED = 32
-"""Number of cores tried in one check. Cores that were quiet last, or never tried, come first."""
+"""Largest number of cores to try in one check. Cores that were undisturbed last, or never tried, come first.
+"""
 
 TASKS = Path("/proc/self/task")
 
 AUTOGRAD = "pt_autograd"
-"""Prefix of torch's names of the threads of its backward pass."""
+"""Prefix of the names that torch gives to the threads of its backward pass."""
 
 ALL_CORES: set[int] = set()
-"""The cores that a forked process may use again; empty while no thread is pinned."""
+"""Indices of all cores, which a forked process may use again; empty while no thread is bound to one core."""
 
 
 class QuietCore:
@@ -58,21 +61,21 @@ class QuietCore:
             os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") and TASKS.is_dir() else set()
         )
         self._candidates = sorted(self._cores)[share[0] :: share[1]]
-        """The cores to which the thread may move."""
+        """Indices of the cores to which the thread may move."""
         self._loop_seconds: dict[int, float] = {}
-        """Last measured seconds of the loop on each core."""
+        """Last measured seconds of the loop on each core, by the core's index."""
         self._best = math.inf
         self._next_check = 0.0
         self._is_autograd: dict[str, bool] = {}
-        """True for threads of autograd, by thread id as text."""
+        """True for threads of torch's backward pass, by thread id as text."""
         self._samples: list[float] = []
         """Seconds of the loop at each check."""
         self.disturbed_samples = 0
-        """Number of checks so far that found the core disturbed."""
+        """Number of checks so far in which other processes disturbed the core."""
 
     def sample(self) -> None:
         """Time the test loop once and count a disturbance of the core; move no thread."""
-        # Before the first check there is no shortest time to compare with.
+        # Before the first check, there is no shortest time to compare with.
         if self._samples:
             self.disturbed_samples += self._time_loop() > DISTURBED_RATIO * self._best
 
@@ -86,7 +89,7 @@ class QuietCore:
         self._samples.append(seconds)
         disturbed = seconds > DISTURBED_RATIO * self._best
         self.disturbed_samples += disturbed
-        # The first check has no earlier one to compare with, so it tries the cores.
+        # The first check has no earlier time to compare with, so all cores are tried.
         quiet = len(self._samples) > 1 and not disturbed
         if not quiet:
             quiet = self._move()
@@ -120,7 +123,7 @@ class QuietCore:
         candidates = sorted(self._candidates, key=lambda core: self._loop_seconds.get(core, 0.0))
         ALL_CORES.update(self._cores)
         for core in candidates[:MAX_CORES_TRIED]:
-            with suppress(OSError):  # a core may be taken away
+            with suppress(OSError):  # the core may be no longer available
                 os.sched_setaffinity(0, {core})
                 self._loop_seconds[core] = self._time_core()
                 if len(self._samples) > 1 and self._loop_seconds[core] <= DISTURBED_RATIO * self._best:
@@ -129,7 +132,7 @@ class QuietCore:
         if best is not None:
             with suppress(OSError):
                 os.sched_setaffinity(0, {best})
-        # At the first check nothing shows if the best core is disturbed, so it counts as quiet.
+        # The first check cannot detect that even the fastest core is disturbed, so it counts as quiet.
         return len(self._samples) == 1
 
     def _pin_autograd(self) -> None:
@@ -138,7 +141,7 @@ class QuietCore:
         """
         core = os.sched_getaffinity(0)
         for thread in os.listdir(TASKS):
-            with suppress(OSError):  # a thread may end at any time
+            with suppress(OSError):  # a thread may end at any moment
                 own = thread == str(threading.get_native_id())
                 new = thread not in self._is_autograd and not own
                 if new:

@@ -1,9 +1,10 @@
 """A thread that reads a GPU's used memory from NVML every few milliseconds and stores the peak.
 
-It runs in the parent of a measurement. In the measured process it would delay the host thread, which often
-bounds the step. The caching allocator does not return segments between steps, so a reading each 10 ms finds
-the peak. Only a segment that is freed for an allocation retry may be missed, and `retries` shows it. Each
-quarter of a second the thread also records the processes with a context, with the bytes of each.
+The thread runs in the parent process of a measurement. In the measured process it would delay the host
+thread, which often limits the speed of a step. The caching allocator does not return segments between steps,
+so readings every 10 ms find the peak. Only a segment that is freed for an allocation retry may be missed, and
+`retries` shows it. Every quarter of a second the thread also records the processes with a CUDA context, and
+the bytes of each.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from snugfit.measurement.clock import ClockReading, read_clock
 from snugfit.measurement.nvml import Card, GpuProcess, NvmlUnavailable
 
 INTERVAL = 0.01
-"""Seconds between two readings."""
+"""Seconds between two readings of the GPU's used memory."""
 
 READINGS_PER_CENSUS = 25
-"""Number of memory readings per process list. A list takes longer than a memory reading. A choice."""
+"""Number of memory readings per list of GPU processes (chosen). Such a list takes longer than a memory
+reading."""
 
 READINGS_PER_CLOCK = 5
-"""Number of memory readings per reading of the clock. Steps may be timed for less than half a second, so the
-clock is read all the time. A choice."""
+"""Number of memory readings per reading of the GPU's clock (chosen). Steps may be timed for less than half a
+second, so the clock is read throughout."""
 
 MAX_REFUSALS = 100
-"""Number of failed readings in a row, a second of them, after which sampling stops: the GPU or NVML is
+"""Number of successive failed readings, over one second, after which sampling stops. The GPU or NVML is then
 lost."""
 
 
@@ -39,13 +41,13 @@ class Census:
     """The processes with a CUDA context on the GPU at one moment, and their bytes."""
 
     used_bytes: int
-    """Bytes in use on the device by all processes."""
+    """Bytes that all processes use on the device."""
 
     own: tuple[GpuProcess, ...]
-    """Processes of this measurement, for which `belongs` is True."""
+    """GPU processes of this measurement, for which `belongs` returns True."""
 
     foreign: tuple[GpuProcess, ...]
-    """All the other processes."""
+    """All other processes on the GPU."""
 
 
 class Sampler:
@@ -59,23 +61,24 @@ class Sampler:
         interval: float = INTERVAL,
         also: Callable[[], None] = lambda: None,
     ) -> None:
-        # `also` reads more, after each census of the thread.
+        # `also` is called after each process list that the thread reads.
         self._card, self._belongs, self._interval, self._also = card, belongs, interval, also
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snugfit-sampler", daemon=True)
         self.peak_bytes: int | None = None
-        """Largest used bytes so far; None before the first reading."""
+        """Largest used bytes of the device so far; None before the first reading."""
         self._rises: list[tuple[float, int]] = []
-        """Each increase of the largest used bytes, with its time by the monotonic clock."""
+        """Each increase of the device's largest used bytes: its time in seconds of the monotonic clock, and
+        the bytes."""
         self.censuses: dict[frozenset[int], Census] = {}
-        """For each distinct set of process ids, the census with the most used bytes."""
+        """The process list with the most used bytes, for each distinct set of process ids."""
         self.refusal: str | None = None
-        """Reason of the last failed reading; None without one."""
+        """Reason why the last reading failed; None if none failed."""
         self.clocks: list[ClockReading] = []
-        """Readings of the SM clock; empty where the driver does not report it."""
+        """Readings of the clock of the GPU's multiprocessors (SM); empty if the driver does not report it."""
 
     def __enter__(self) -> Self:
-        # There is one reading and one census however short the run is.
+        # Even a short run gets one memory reading and one process list.
         self.read()
         self.count()
         self._thread.start()
@@ -86,7 +89,7 @@ class Sampler:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        # The bytes may have grown since the thread's last reading.
+        # The used bytes may have grown since the thread's last reading.
         self.read()
 
     def read(self) -> bool:

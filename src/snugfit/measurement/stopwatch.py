@@ -1,22 +1,22 @@
-"""Timing of training steps after the first ones, at step boundaries only, and the number of steps to time.
+"""Timing of training steps by times at their boundaries, without the first steps, and the number of steps to
+time.
 
-On a GPU an event is recorded in the stream at each boundary, without a wait until the run is over. A
-synchronisation after each step would drain the device, and the next step would include the time to fill it
-again. A real loop does not have that cost. The time between two boundaries includes all work of the loop, the
-loader too. On the CPU the clock is read. The start-up is timed in the same way. It begins with the creation
-of the stopwatch on an idle device. Its marks are the built model, the end of the first step, and the first
-boundary.
+On a GPU, a CUDA event is recorded at each boundary between two steps, and read only after the run. A
+synchronisation after each step would leave the device without work. The next step would then include the time
+to fill its queue again, which a real loop does not need. The time between two boundaries includes all work of
+the loop, such as loading data. On the CPU the clock is read. The start-up is timed in the same way. It begins
+with the creation of the stopwatch on an idle device. Further times are those of the built model, the end of
+the first step, and the first boundary.
 
-The seconds of a step are the mean of the middle nine tenths, because means add up to a run's length. A shared
-host alternates between slow and fast, for some tenths of a second to some seconds each. The median of its
-steps is now one and now the other. So steps continue for a while, even if they are short (`steady_steps`).
-Steps bound by the device are equally long each time. One outlier in a hundred steps is left out. The spread
-is (90th percentile - 10th percentile) / mean.
+The time of a step is the mean of the middle nine tenths of all steps. Means add up to the length of a run. A
+shared host alternates between slow and fast periods of some tenths of a second to some seconds. Their median
+would be either a slow or a fast step. At least a minimum total time is therefore measured, even for short
+steps (`steady_steps`). Steps that the device limits take equally long each time. The spread is (90th
+percentile - 10th percentile) / mean.
 
-Some steps run while another process disturbs the core that launches kernels (`measurement/quiet_core.py`).
-They are left out of the mean if enough steps remain. The result is then the step on this machine, independent
-of its neighbours. The choice of these steps does not depend on their length. `every_seconds` is the mean of
-all steps.
+In some steps, another process disturbs the core that launches kernels (`measurement/quiet_core.py`). The mean
+excludes them if enough other steps remain. The result is then independent of other users of the machine. The
+choice of these steps does not depend on their length. `every_seconds` is the mean of all steps.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from snugfit.measurement.quiet_core import QuietCore
 
 MAX_STABLE_SPREAD = 0.10
-"""Spread above which the mean is called unstable. A convention of ours, not a measured bound. A host that is
-crowded all the time makes every step equally slow, which the spread does not show; `host.crowding` does."""
+"""Relative spread of step times above which their mean counts as unstable (chosen, not measured). A host that
+is always crowded makes every step equally slow, without a spread; `host.crowding` detects that."""
 
 TRIMMED_SHARE = 0.05
-"""Share of the shortest steps, and of the longest, that the mean leaves out."""
+"""Share of the shortest steps, and of the longest steps, that the mean excludes."""
 
 MIN_QUIET_STEPS, MIN_QUIET_SHARE = 5, 0.1
-"""Smallest number and share of undisturbed steps that replace all steps in the mean. Choices."""
+"""Least number and share of undisturbed steps for a mean over these alone, instead of all steps (chosen)."""
 
 WARMUP = 3
-"""Steps before the steady ones. States are created at the end of the first step, and the second is like all
-later ones."""
+"""Number of steps before the timed ones. Optimizer states are created at the end of the first step, and the
+second is like all later ones."""
 
 MIN_STEPS, MAX_STEPS = 8, 400
 HOST_BOUND_SECONDS, DEVICE_BOUND_SECONDS = 2.0, 1.0
-"""Seconds of steady steps, by the bound of the step."""
+"""Total seconds of the timed steps: if the host limits a step's speed, and if the device does."""
 
 
 def steady_steps(step_seconds: float | None, *, host: bool = True) -> int:
@@ -70,9 +70,9 @@ class _Boundary(NamedTuple):
 
     mark: Any
     disturbed_before: int
-    """Disturbed samples of the core until this boundary."""
+    """Number of checks until this boundary in which other processes disturbed the core."""
     disturbed_after: int
-    """Disturbed samples with the sample at this boundary."""
+    """Number of such checks, including the check at this boundary."""
     cpu: float
     """CPU seconds of all threads of this process until this boundary."""
 
@@ -92,9 +92,10 @@ class Stopwatch(Observer):
         self._first_step_ended = False
         self._boundaries: list[_Boundary] = []
         self.timed_from: float | None = None
-        """Start of the first steady step on the host, by the monotonic clock."""
+        """Time at which the host started the first timed step, in seconds of the monotonic clock."""
         self._starting: list[Any] = [self._mark()]
-        """Times of the start-up: this stopwatch is created, the model is built, the first step ends."""
+        """Times during the start-up: this object's creation, the end of building the model, and the end of
+        the first step."""
 
     def step_begins(self, index: int) -> None:
         """Mark the beginning of the first timed step."""
@@ -163,7 +164,7 @@ class Stopwatch(Observer):
         import torch
 
         torch.cuda.synchronize(self._device)
-        # CUDA's events count milliseconds.
+        # CUDA events return milliseconds.
         return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
     def _add_boundary(self) -> None:
@@ -196,7 +197,7 @@ def timing_of(
     if not seconds:
         return None
     all_seconds = tuple(seconds)
-    # `quiet` may be empty; then all steps count.
+    # If `quiet` is empty, all steps count.
     undisturbed = [taken for taken, calm in zip(all_seconds, quiet, strict=False) if calm]
     if len(undisturbed) >= max(MIN_QUIET_STEPS, MIN_QUIET_SHARE * len(all_seconds)):
         seconds = undisturbed

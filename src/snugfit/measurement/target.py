@@ -1,17 +1,17 @@
-"""The measured device, found without touching CUDA, and the environment of the process that uses it.
+"""The measured device, found without the use of CUDA, and the environment variables of the measured process.
 
-The measuring process must not have a context on the GPU that it measures, so it reads only NVML and the
-environment. The child then sees that one GPU and no other, by its UUID. Processes that train together see all
-of their GPUs, as under torchrun, each with the GPU of its rank as current device. So NCCL of any version
-finds the links between them. A stray context on another rank's GPU, which a user would have too, appears in
-the bytes of that rank. Without NVML a GPU is used only by explicit request. The measurement then records that
-the GPU could not be proven clean.
+The parent process must not have a CUDA context on the measured GPU, so it reads only NVML and environment
+variables. The measured process sees only that GPU, by its UUID. Processes that train together see all of
+their GPUs, as under torchrun, and each uses the GPU of its rank. NCCL of any version can then find the links
+between them. If a rank creates a context on another rank's GPU, as it would for a user, the other rank's
+bytes include it. Without NVML, a GPU is used only by explicit request. The measurement then has a note that
+other processes on the GPU could not be excluded.
 
-The child's environment is ours without secrets, with one device and the recipe's allocator settings. A list
-of allowed variables would lose settings that a user's machine needs (library paths, CUDA's and the threads'
-settings). So all variables are passed on except those with the name of a secret: a measurement opens no
-socket and needs none. Images often disable Python's bytecode. Each measured process would then compile torch
-and transformers again, so bytecode goes to the user's cache folder.
+The measured process gets the parent's environment variables without secrets, with a single visible device and
+the recipe's allocator settings. A list of allowed variables would lose settings that a machine needs, such as
+library paths. Only variables with the name of a secret are therefore removed: a measurement opens no socket
+and needs none. Container images often disable Python's bytecode. Each measured process would then compile
+torch and transformers again, so bytecode goes to the user's cache folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(
 
 
 MAX_ON_CPU = 16
-"""Largest number of processes that train together without a GPU. A choice: as many as a node has GPUs."""
+"""Largest number of processes that train together on the CPU (chosen), the number of GPUs of a large node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +48,21 @@ class Target:
     """The device that one measured process uses, with its NVML handle and its CUDA index."""
 
     type: str
-    """`cuda` or `cpu`, the device type of torch."""
+    """Type of the torch device: `cuda` or `cpu`."""
 
     card: Card | None = None
-    """The GPU's NVML handle; None on the CPU, and where NVML does not answer."""
+    """The GPU in NVIDIA's management library (NVML); None on the CPU, and if NVML gives no data."""
 
     driver: str | None = None
 
     index: int = 0
-    """CUDA's index of the GPU in this process."""
+    """Index of the GPU among this process's CUDA devices."""
 
     doubt: str | None = None
-    """Reason why a GPU is used that NVML does not report; None otherwise."""
+    """Reason why the measurement is uncertain, for a GPU that NVML does not report; None otherwise."""
 
     beside: tuple[str, ...] = ()
-    """The UUIDs of all GPUs that train together, this one included; empty for one alone."""
+    """UUIDs of all GPUs that train together, including this one; empty for a single GPU."""
 
     @property
     def torch_device(self) -> str:
@@ -79,7 +79,7 @@ class Target:
     def visibility(self) -> dict[str, str]:
         """Environment variables that show the child this device only, or all devices that train together."""
         if self.type == "cpu":
-            # An empty list hides all GPUs.
+            # An empty value of the variable hides all GPUs.
             return {VISIBLE_DEVICES: ""}
         if self.beside:
             return {VISIBLE_DEVICES: ",".join(self.beside)}
@@ -234,7 +234,7 @@ def child_environment(
         environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
     source = Path(__file__).resolve().parents[2]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
-    if source not in installed:  # a source tree: the child must import the same snugfit
+    if source not in installed:  # the child must import the same source tree
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(source), environment.get("PYTHONPATH")])
         )

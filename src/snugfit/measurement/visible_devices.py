@@ -66,7 +66,7 @@ def _numbers(value: str, count: int) -> list[int]:
     """
     numbers: list[int] = []
     for entry in value.split(","):
-        # As in CUDA, only the beginning of an entry must be a number.
+        # As in CUDA, an index may be followed by other characters.
         digits = re.match(r"\s*\+?(\d+)", entry)
         if not digits or int(digits[1]) >= count:
             break

@@ -77,7 +77,7 @@ def _totals(predictions: Sequence[Prediction], best: Prediction | None, *, detai
     base = predictions[0].needed_bytes
     timed = any(prediction.timing for prediction in predictions)
     words = predictions[0].job.words
-    # A short report has seconds, one throughput, and MFU.
+    # The short report has only seconds, one throughput, and MFU.
     columns = itemgetter(0, 1, 2, 3, 4) if details else itemgetter(0, 5, 4)
     pace = columns(
         (f"ms a {words.turn}>", "likely>", f"{words.item}/s>", "tokens/s>", "MFU>", f"{words.rate}/s>")

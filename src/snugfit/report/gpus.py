@@ -14,7 +14,7 @@ from snugfit.units import GIB, show_bytes
 TERA = 10**12
 
 WIDE = 103
-"""Width in columns that the whole table needs."""
+"""Number of terminal columns that the full table needs."""
 
 
 class _GpuTable:

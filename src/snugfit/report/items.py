@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction, TensorLine
 
 NOTABLE = 0.1
-"""Smallest fraction of a group's bytes at which its dtype is named."""
+"""Smallest share of a group's bytes at which the report names a dtype."""
 
 EXPERTS = "expert"
 
 _LOSSES = re.compile(r"log_softmax|nll_loss|cross_entropy")
 _HEADS = re.compile(r"(^|\.)(lm_head|embed_out|proj_out|classifier|score|qa_outputs|cls|.*_head)(\.|$)")
 _WHOLE_MODEL = re.compile(r"(module\.?)?(base_model\.model)?")
-"""Paths of the model around its head, where the loss is computed; peft and DDP wrap it."""
+"""Pattern of the whole model's module path, where the loss is computed. peft and DDP add prefixes."""
 
 _PARTS = (
     (r"expert|(^|\.)(moe|router)", EXPERTS),
@@ -37,7 +37,7 @@ _PARTS = (
     (r"conv|downsample|patch", "convolution"),
     (r"drop(out)?$", "dropout"),
 )
-"""Patterns of a module's path with the everyday name of that part of a model. The first match counts."""
+"""Patterns of module paths, each with the common name of that part of a model. The first match counts."""
 
 _BY_KIND = {
     Kind.GRADIENTS: "gradients of the weights",
@@ -60,7 +60,7 @@ BOUND_BY = {
     "statistical normalisations": "softmax and normalization on the GPU",
     "element-wise": "element-wise kernels on the GPU",
 }
-"""Text for the limit of a step's speed, by `StepSeconds.bound`."""
+"""Text for the bottleneck of a step's speed, by `StepSeconds.bound`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class PeakItem:
     name: str
     bytes: int
     dtypes: tuple[str, ...]
-    """Dtypes of the tensors in the group, that of the most bytes first."""
+    """Dtypes of the tensors in the group, in the order of their bytes, the largest first."""
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.dtypes)})" if self.dtypes else self.name
@@ -95,7 +95,8 @@ def item_name(line: TensorLine, optimizer: str, *, trains: bool) -> str:
         return "weights of the experts" if part_of(line.module) == EXPERTS else "weights"
     if line.kind == Kind.OPTIMIZER_STATES:
         own = f"{optimizer}'s {'moments' if 'Adam' in optimizer else 'states'}"
-        # Adagrad creates its states in its constructor, and fills them with one number.
+        # Adagrad's constructor creates its states by filling them with a number, so they are no copies of
+        # weights.
         is_copy = line.phase == "build" and not line.operator.startswith(("full", "zeros", "ones"))
         return "master weights" if is_copy else own
     if line.kind in _BY_KIND:
@@ -114,7 +115,7 @@ def _name_of_pass(line: TensorLine, *, trains: bool) -> str:
         return "temporaries of the optimizer"
     if _LOSSES.search(line.operator) or _HEADS.search(path) or _WHOLE_MODEL.fullmatch(path):
         return "logits and their gradients" if trains else "logits"
-    # Layers of a stack share a name that ends in `*`.
+    # Repeated layers share a module path that ends in `*`.
     if path.endswith("*"):
         return "hidden states between layers"
     return f"{part or path.rpartition('.')[2]} {line.kind}"

@@ -56,7 +56,7 @@ def short(measurement: Measurement) -> Page:
         [Facts((*_bytes(footprint), *_seconds(measurement), *_calls(measurement)))],
         (
             Sentence(note, "uncertain" if style else "")
-            # The first note of a failed run is its outcome, which the first line has already.
+            # For a failed run, the first note is its outcome, which the first line of the report has already.
             for note, style in _notes(measurement)[not measurement.ok :]
         ),
     )
@@ -86,7 +86,7 @@ def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
     calls = dict(measurement.calls or {})
     if not calls:
         return
-    del calls["peak_bytes"]  # it is a line of its own already
+    del calls["peak_bytes"]  # the peak has its own line already
     yield "set-up", show_seconds(calls.pop("setup_seconds"))
     yield "first call", show_seconds(calls.pop("first_call_seconds"))
     for label, name in (("median", "median"), ("90th perc.", "p90")):
@@ -236,7 +236,7 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
         )
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
         apart = measurement.smi_bytes - measurement.smi_nvml_bytes
-        # nvidia-smi reports whole MiB.
+        # nvidia-smi rounds to whole MiB.
         same = "agree" if abs(apart) <= 2 * MIB else f"differ by {show_bytes(abs(apart))}"
         notes.append((f"nvidia-smi and NVML {same}.", ""))
     return notes

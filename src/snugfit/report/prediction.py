@@ -252,7 +252,7 @@ def _place(phase: str) -> int:
 
 COLUMNS = 72
 NARROWEST_NUMBER = 3
-"""Width in columns of a micro-batch from which each shows its number."""
+"""Smallest width of a micro-batch in columns of the chart at which it gets its number."""
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
@@ -269,7 +269,7 @@ def draw_curve(
     passages, note = phase_passages(curve), ""
     rounds = micro_batch_passages(curve, micro_batches, NARROWEST_NUMBER / COLUMNS)
     forward = min((one.end - one.start for one in passages if one.name == "forward"), default=1.0)
-    # In narrow forward passes, numbers of micro-batches replace the names of phases.
+    # If forward passes are narrow on the chart, numbers of micro-batches replace the names of phases.
     if rounds and forward * COLUMNS < len("└forward"):
         passages = [*rounds, *(one for one in passages if one.start >= rounds[-1].end)]
         note = ", the numbers are micro-batches" if len(rounds) > 1 else ""
@@ -282,7 +282,7 @@ def bars(heights: Sequence[float], *, rows: int = 4) -> list[str]:
     """Return bars of the given heights (0 to 1) as `rows` lines of block characters, the highest
     line first.
     """
-    # A letter of `_EIGHTHS` has eight levels.
+    # Each character of `_EIGHTHS` represents one of eight levels.
     levels = [round(max(0.0, min(1.0, height)) * rows * 8) for height in heights]
     return [
         "".join(_EIGHTHS[max(0, min(8, level - 8 * row))] for level in levels)

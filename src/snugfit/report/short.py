@@ -125,7 +125,7 @@ def about_build(prediction: Prediction) -> Iterator[str]:
     moment = prediction.footprint.at
     if moment is None or moment.step:
         return
-    from snugfit.step.build import could_be_spread_from_the_host  # its handlers take a tenth of a second
+    from snugfit.step.build import could_be_spread_from_the_host  # its handlers take 0.1 s to import
 
     if could_be_spread_from_the_host(prediction.job, prediction.recipe.setup()):
         yield (
@@ -168,7 +168,7 @@ def widest(prediction: Prediction) -> str:
     """Return the most important warning of a prediction; empty if it has no warnings."""
     if not prediction.doubts:
         return ""
-    # Doubts about unread parts were added last.
+    # The last doubts are those about unread parts of the configuration.
     if not prediction.read_in_full:
         return prediction.doubts[-1]
     scaled = prediction.timing is not None and not prediction.timing.measured_rates

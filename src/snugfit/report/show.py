@@ -48,7 +48,7 @@ def text(result: object) -> str:
 
 
 def html(result: object) -> str:
-    """Return a result as an inert HTML fragment, with pictures and tables where it has them."""
+    """Return a result as an HTML fragment without scripts, with pictures and tables where it has them."""
     return picture(result, "html").decode() or as_html(render(result))
 
 

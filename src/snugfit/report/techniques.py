@@ -34,7 +34,7 @@ def render(roster: Sequence[type[Technique]]) -> RenderableType:
         "formula, other rounding), learns (another algorithm that also learns)."
     )
     heads: tuple[str, ...] = ("Slot", "Technique", "Fidelity", "What it does", "Missing here")
-    if not any(row[-1] for row in rows):  # a narrow terminal has no room for an empty column
+    if not any(row[-1] for row in rows):  # a narrow terminal has no space for it
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     return Group(table(heads, rows), words(legend))
 
@@ -51,23 +51,25 @@ class DescribedTechnique:
     """A technique with its settings, as in JSON output."""
 
     name: str
-    """Name in the recipe notation."""
+    """Name of the technique in recipes, such as `bf16`."""
     slot: str
-    """Group of techniques of which a recipe has one."""
+    """Slot: a group of alternative techniques, such as optimizers. A recipe has one technique of each slot.
+    """
     plain: bool
-    """True for the default of its slot."""
+    """True for the default technique of its slot."""
     fidelity: str
-    """`same`, `rounds` or `learns`: the difference to the plain recipe's sums."""
+    """Numerical difference from the default technique: `same` sums, other rounding (`rounds`), or another
+    algorithm (`learns`)."""
     summary: str
-    """Effect in one sentence."""
+    """Effect of the technique in one sentence."""
     source: str
     """Address of the documentation or of the paper."""
     needs: tuple[str, ...]
-    """Packages that it needs."""
+    """Names of the packages that the technique needs."""
     missing: str | None
-    """The needed package that is not installed; null if all are."""
+    """Name of a needed package that is not installed; null if all are."""
     settings: tuple[SettingLine, ...]
-    """Settings in the order in which they are written by position."""
+    """Settings of the technique, in the order of positional arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event
 
 STALLED = 0.1
-"""Share of a step spent waiting for data above which more loader workers are proposed. A choice."""
+"""Share of a step spent on waiting for data, above which the report proposes more data loader workers
+(chosen)."""
 
 
 class Watching:
@@ -60,7 +61,7 @@ class Watching:
         if self._bar:
             self._bar.say(escape_controls(text))
         else:
-            with suppress(OSError):  # a terminal that was closed: the run continues to its checkpoint
+            with suppress(OSError):  # a closed terminal must not end the run
                 print(escape_controls(text), file=self._out, flush=True)
 
     def _on_started(self, event: Event) -> None:
@@ -80,7 +81,7 @@ class Watching:
             self._bar.move(event["step"], self._short(event))
         if event["step"] % self._every == 0 or event["step"] == self._steps:
             if not self._bar:
-                # Without a known last step this is negative, and not shown.
+                # The remaining time is negative if the last step is unknown, and is then not shown.
                 left = (self._steps - event["step"]) * self._since.seconds / self._since.steps
                 more = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
                 of = f" of {self._steps:,}" if self._steps else ""
@@ -145,7 +146,7 @@ class Watching:
 
     def _short(self, event: Event) -> str:
         parts = [*_of_the_step(event), *self._since.speeds()]
-        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # not every event has it
+        self._reserved_bytes = event.get("reserved_bytes", self._reserved_bytes)  # only some events have it
         if self._reserved_bytes:
             limit = self._expected.get("reserved_bytes")
             more = f" of {show_bytes(limit)} predicted" if limit else ""
@@ -162,7 +163,7 @@ class _SinceLastLine:
         self.steps, self.samples, self.tokens = 0, 0, 0
         self.seconds, self.stalled, self.at_peak = 0.0, 0.0, 0.0
         self.proposed = proposed
-        """True once a report has proposed more workers."""
+        """True once a report has proposed more data loader workers."""
 
     def add(self, event: Event) -> None:
         self.steps += 1
@@ -224,7 +225,7 @@ class _Bar:
 
     def say(self, text: str) -> None:
         if self._progress is not None:
-            # The bar's own console prints above the bar.
+            # Lines must be printed by the progress bar's console, which puts them above the bar.
             self._progress.console.print(text)
         else:
             print(text, file=sys.stderr, flush=True)

@@ -10,15 +10,16 @@
 | SIGUSR1        | a checkpoint at the next boundary, and training continues                                 |
 | a trigger file | the same, for users who cannot send signals: `touch FOLDER/checkpoint-now`                |
 
-A signal handler only records the signal. The loop saves at a boundary, where no step is half done. Handlers
-are installed in the main thread only (Python allows no other) and are restored afterwards.
+A signal handler only records the signal. The training loop saves a checkpoint between two steps. Handlers are
+installed in the main thread only (Python allows no other) and are restored afterwards.
 
-An evaluation may take longer than the time after a signal. It changes no weight, so it is abandoned. Our own
-stops between two batches. That of other code (a Trainer's, a user's) stops before the next module's forward.
+An evaluation may take longer than the allowed time after a signal. It changes no weight, so it is abandoned.
+snugfit's own evaluation stops between two batches. An evaluation of the Trainer or of a user stops before the
+forward pass of the next module.
 
-A signal reaches one process sooner than another, and a loop that ends in one of them leaves the others
-waiting. The processes therefore exchange their signals once a step (`run/exchange.py`), and all act on the
-sum. A run of one process reads its own `Interrupts` without this delay.
+A signal may reach the processes of a run at different times. If one process stopped earlier, the others would
+wait for it. The processes therefore exchange their signals in each step (`run/exchange.py`), and all react in
+the same step. A run of one process reads its own `Interrupts` without this delay.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from snugfit.training.ranks import Ranks
 
 TRIGGER = "checkpoint-now"
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
-"""Exit codes of a run that one signal stopped and that can be resumed, by signal."""
+"""Exit codes of a run that stopped after one signal and can be resumed, by signal."""
 AT_ONCE = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
-"""Exit codes of a run that a second signal ended at once, by signal."""
+"""Exit codes of a run that ended immediately at a second signal, by signal."""
 
 
 class EvaluationStopped(BaseException):
@@ -67,10 +68,10 @@ class Interrupts:
         self._hook: Any = None
 
     def __enter__(self) -> Self:
-        # Python allows signal handlers in the main thread alone.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in EXIT_CODES:
-                # nohup ignores SIGHUP, so that a run outlives its terminal.
+                # nohup ignores SIGHUP, so that a run continues after its terminal is closed.
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._stop)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
@@ -90,7 +91,7 @@ class Interrupts:
             os._exit(AT_ONCE[signal.Signals(number)])
         self._stopping = signal.Signals(number)
         self._begin_deadline()
-        # An evaluation may be running now; its modules are watched from here on.
+        # If an evaluation is running, hooks on modules detect the signal from here on.
         self.watch_modules(self._look)
 
     def _begin_deadline(self) -> None:
@@ -142,9 +143,9 @@ class Interrupts:
         if self._trigger is None:
             return asked
         try:
-            # The removal shows that the file existed, in one operation.
+            # If the removal succeeds, the file existed. Both are one atomic operation.
             self._trigger.unlink()
-        except OSError:  # usually because there is no such file
+        except OSError:  # usually, there is no such file
             return asked
         return True
 
@@ -156,7 +157,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def hook(module: Any, arguments: Any) -> None:
-        # A module that runs in a thread of the user's must not be stopped there.
+        # The user may run a module in another thread, which must not be stopped.
         if threading.current_thread() is threading.main_thread():
             look(module)
 
@@ -167,7 +168,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
 
 
 _SIGNALS = tuple(EXIT_CODES)
-"""The signals in the order of `Stops.flags`."""
+"""Signals that stop a run, in the order of the flags that processes exchange (`Stops.flags`)."""
 
 
 @final
@@ -188,9 +189,9 @@ class Stops:
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Set the signals on which all processes act, from the sums of the processes' flags."""
+        """Set the signals to which all processes react, from the sums of the processes' flags."""
         *signals, wants = summed
-        # Processes may have received different signals; all take the first in this order.
+        # If processes received different signals, all react to the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
         if self._stopping is None and first is not None:
             self._stopping = first

@@ -2,11 +2,11 @@
 
 {"event": "step", "step": 31, "loss": 0.4127, "norm": 1.93, ...}
 
-A resumed run appends to the same file. Steps that were lost and repeated are there twice, and the later line
-counts. Watchers of the run (a progress bar, a test) receive the same events.
+A resumed run appends to the same file. Steps that were lost and repeated are in it twice, and the later line
+counts. Watchers of the run (such as a progress bar) receive the same events.
 
-A journal that cannot be written does not end the training. A full disk is one warning, and the later events
-are missing.
+A journal that cannot be written does not end the training. A full disk gives one warning, and later events
+are missing from the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 from snugfit.errors import UsageError
 
 Event = dict[str, Any]
-"""The type of an event: a dict whose `event` is its kind; `train.py` lists the kinds and their fields."""
+"""The type of an entry in the journal: a dict whose key `event` is its kind. `train.py` lists the kinds and
+their fields."""
 
 JOURNAL = "journal.jsonl"
 
@@ -78,7 +79,7 @@ class Journal:
             return
         try:
             with open_journal(self._path) as file:
-                if not self._begun and file.tell():  # a killed process may have left half a line
+                if not self._begun and file.tell():  # a killed process may have left an incomplete line
                     file.seek(-1, os.SEEK_END)
                     file.write(b"" if file.read() == b"\n" else b"\n")
                 file.write(json.dumps(_strict(event), default=str, allow_nan=False).encode() + b"\n")

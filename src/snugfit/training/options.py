@@ -20,7 +20,7 @@ SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
     "inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay",
 )  # fmt: skip
-"""transformers' schedules that depend on the step alone."""
+"""Names of transformers' learning rate schedules that depend on the step number alone."""
 
 STRATEGIES = ("no", "steps", "epoch")
 SAMPLING = ("random", "sequential", "group_by_length")
@@ -34,35 +34,37 @@ class TrainOptions(JsonFields):
     """Epochs of training; a fraction is rounded up to whole steps."""
 
     max_steps: int | None = None
-    """Optimizer steps; overrides `num_train_epochs`."""
+    """Number of optimizer steps of the run, which overrides `num_train_epochs`; None uses the epochs."""
 
     lr_scheduler_type: str = "linear"
     """The learning rate's schedule, one of `SCHEDULES`."""
 
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The schedule's own arguments, such as `{"num_cycles": 2}`."""
+    """Further arguments of the learning rate schedule, such as `{"num_cycles": 2}`."""
 
     warmup_steps: float = 0
-    """Steps over which the learning rate rises from 0; below 1 a share of all steps, rounded up."""
+    """Number of steps in which the learning rate rises from 0. Below 1 it is a share of all steps, rounded
+    up."""
 
     weight_decay: float | None = None
     """Weight decay of the optimizer; None keeps the optimizer's default (AdamW: 0.01)."""
 
     seed: int = 42
-    """Seed of new weights, dropout and all other random numbers of a step."""
+    """Seed of new weights, of dropout, and of all other random numbers of a step."""
 
     data_seed: int | None = None
-    """Seed of the order of the data; None takes `seed`."""
+    """Seed of the order of the samples; None uses `seed`."""
 
     train_sampling_strategy: str = "random"
     """`random`; `sequential` in the order of the dataset; `group_by_length` batches samples of similar
     length."""
 
     dataloader_drop_last: bool = False
-    """Leave out an epoch's last samples if they do not fill a global batch."""
+    """True to leave out an epoch's last samples if they do not fill a global batch."""
 
     pad_to_multiple_of: int | None = None
-    """Micro-batches are padded to a multiple of this number of tokens (tensor cores prefer 8)."""
+    """Number of tokens to a multiple of which micro-batches are padded (tensor cores prefer 8); None uses no
+    multiple."""
 
     save_strategy: str = "steps"
     """The time of checkpoints: every `save_steps`, at each epoch's end, or `no`. Unless it is `no`, one is
@@ -85,10 +87,10 @@ class TrainOptions(JsonFields):
     """Samples per forward pass of an evaluation; None takes the micro-batch of the training."""
 
     load_best_model_at_end: bool = False
-    """Return the weights of the best evaluation instead of the last ones."""
+    """True to return the weights of the best evaluation instead of the last ones."""
 
     metric_for_best_model: str = "loss"
-    """The metric that decides the best evaluation: `loss`, or for classifiers `accuracy`."""
+    """Name of the metric that decides the best evaluation: `loss`, or for classifiers `accuracy`."""
 
     early_stopping_patience: int | None = None
     """Number of evaluations in a row without an improvement that ends the run."""
@@ -114,14 +116,15 @@ class TrainOptions(JsonFields):
     """Reaction to a spike of the loss: `warn`, `stop` before the step, or `skip` the step and count it."""
 
     loss_spike_rtol: float | None = 2.0
-    """A spike differs from the mean of the last ten losses by more than this multiple of it; None disables
-    the check."""
+    """A loss is a spike if it differs from the mean of the last ten by more than this multiple of it. None
+    disables the check."""
 
     most_skipped_in_a_row: int = 50
-    """Number of skipped steps in a row (fp16's overflows too) that ends the run as diverged."""
+    """Number of skipped steps in a row (including fp16 overflows) after which the run ends as diverged."""
 
     stop_seconds: float | None = None
-    """Seconds to write a checkpoint after a signal; then the run ends without it. None sets no limit."""
+    """Seconds for writing a checkpoint after a signal, after which the run ends without it. None sets no
+    limit."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -142,7 +145,7 @@ class TrainOptions(JsonFields):
             given = getattr(self, name)
             if given is None and name in _MAY_BE_NONE:
                 continue
-            # `type`, because a bool is an int as well.
+            # Exact type, because a bool is also an int in Python.
             if type(given) is not int or given < least:
                 none = ", or none" if name in _MAY_BE_NONE else ""
                 share = ", and no share of all steps" if name in _EVERY else ""
@@ -218,10 +221,10 @@ _WHOLE = {
     "logging_steps": 1,
     "most_skipped_in_a_row": 1,
 }
-"""Fields that are whole numbers, with the smallest allowed value."""
+"""Options that are whole numbers, each with the smallest allowed value."""
 
 _EVERY = ("save_steps", "eval_steps", "logging_steps")
-"""Fields with a number of steps that may also be a share of all steps, as in the Trainer."""
+"""Options with a number of steps. A value below 1 is a share of all steps, as in the Trainer."""
 
 _NUMBERS = {
     "num_train_epochs": True,
@@ -231,6 +234,6 @@ _NUMBERS = {
     "loss_spike_rtol": True,
     "stop_seconds": True,
 }
-"""Fields that are numbers, by whether they must be above 0."""
+"""Options that are numbers, each with True if it must be above 0, False if 0 is allowed."""
 
 _MAY_BE_NONE = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}

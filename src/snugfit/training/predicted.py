@@ -1,7 +1,7 @@
 """The predicted bytes and seconds of a run, which its journal compares with the measured ones.
 
-Training makes no prediction itself: `frontends/predicted.py` above it does. It receives these few figures to
-compare each step with them.
+The training folder makes no predictions. `frontends/predicted.py` makes them, and the run receives these few
+figures to compare each step with them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import show_bytes, show_seconds
 
 TOLERANCE = 1.2
-"""Factor between a measured step and its prediction above which a line reports the difference. Nine in ten
-predictions of the newest drawn jobs are nearer (dev/accuracy.md, seed 20261124)."""
+"""Ratio of a measured to a predicted step's seconds, or its inverse, from which the report names the
+difference. Nine in ten predictions of the newest drawn jobs are nearer (dev/accuracy.md, seed 20261124)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +25,22 @@ class PredictedRun:
     """Predicted bytes and seconds of a job under one recipe."""
 
     reserved_bytes: int | None
-    """Predicted peak of the allocator's reserved bytes."""
+    """Predicted peak of the bytes that the CUDA allocator reserves."""
 
     step_seconds: float | None
-    """Predicted seconds of a steady step; None if unknown."""
+    """Predicted seconds of a steady step (a step like all later ones). None if unknown."""
 
     peak_seconds: float | None
-    """Seconds that the model's arithmetic of such a step would take at the GPU's peak."""
+    """Seconds that the matrix products of one step would take at the GPU's peak speed. None if unknown."""
 
     samples: int
-    """Number of samples in one predicted step."""
+    """Number of samples in one step."""
 
     tokens: int
-    """Tokens of such a step; 0 for a job without tokens."""
+    """Number of tokens in one step; 0 for a job without tokens."""
 
     doubts: tuple[str, ...] = ()
-    """Reasons that make the figures less certain."""
+    """Reasons why the predicted figures are less certain, as sentences."""
 
     def mfu(self, seconds: float, samples: int, tokens: int) -> float | None:
         """Return the model FLOPs utilisation of a step over this much data; padding does not count as
@@ -58,11 +58,12 @@ class PredictedRun:
 
 
 RunAnswer: TypeAlias = PredictedRun | str | None
-"""The type of a run's prediction: its figures, the reason that there is none, or None without a
-prediction."""
+"""The type of a run's prediction: its figures, the reason why there is none, or None if none was requested.
+"""
 
 PredictRun = Callable[[Job, Recipe], "RunAnswer | Future[RunAnswer]"]
-"""The type of a function that predicts a job under a recipe: at once, or while the run begins."""
+"""The type of a function that predicts a job under a recipe. It returns the prediction or its future, so that
+training can start meanwhile."""
 
 
 def predict_nothing(job: Job, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The processes that train one model together, from the view of one of them.
+"""The processes that train one model together, as seen by one of them.
 
 torchrun starts them, or `snugfit train --gpus N`, which calls torch's launcher. Each process reads its rank
 and the number of processes from the environment. They form three groups:
@@ -9,14 +9,14 @@ and the number of processes from the environment. They form three groups:
   so that no process waits for a GPU.
 - writing: checkpoints, which a thread writes while the steps use the other two groups.
 
-Along the data axis of their mesh each has a part of the global batch. Several processes may work on the same
-part, and then one of them counts it (`Ranks.sharing`).
+Each process has a part of the global batch, by its position on the data axis of the device mesh. Several
+processes may compute the same part, and then only one of them counts it (`Ranks.sharing`).
 
-A run of one process has `ALONE`, which has the same interface and exchanges nothing.
+A run with a single process uses `ALONE`, which has the same interface and exchanges nothing.
 
-An error that one process finds alone, such as a wrong option, is reported by the first process. The others
-raise `ToldElsewhere` and print nothing. The same error ends a process whose exchange breaks because another
-one has ended. That one, or its launcher, reports the reason.
+If only one process detects an error, such as a wrong option, the first process reports it. The others raise
+`ToldElsewhere` and print nothing. A process raises the same error if its exchange fails because another
+process has ended. That process, or its launcher, reports the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The environment variables that torch's launcher sets for each process."""
 
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of gloo's messages about a broken connection; its errors are plain `RuntimeError`s
+"""Substrings of gloo's messages about a broken connection. gloo raises them as plain `RuntimeError`
 (gloo/transport/tcp)."""
 
 
@@ -62,10 +62,10 @@ class World:
     """The rank of this process, from 0."""
 
     size: int
-    """Number of processes in total."""
+    """Number of processes that train together."""
 
     local_rank: int
-    """The rank of this process on its host, which is the index of its GPU."""
+    """Rank among the processes of this host, which is the index of the process's GPU."""
 
 
 def world() -> World | None:
@@ -96,13 +96,13 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, *, host: Any = None, writing: Any = None) -> None:
         self.rank, self.size = rank, size
         self.host, self.writing = host, writing
-        """Groups of torch.distributed on the host, for the loop's own thread and for the thread that writes
-        checkpoints."""
+        """Process groups on the host: one for the training loop, one for the thread that saves checkpoints.
+        """
         self.data_rank, self.data_ranks = rank, size
-        """The index of this process's part of the global batch, and the number of parts."""
+        """Index of the part of the global batch that this process computes, and the number of parts."""
         self.counts = 1.0
-        """The weight of this process's results in sums over the batch; below 1 if other processes compute the
-        same part."""
+        """Factor of this process's results in sums over the batch. It is below 1 if other processes compute
+        the same part."""
 
     def sharing(self, processes: SeveralProcesses | None) -> Ranks:
         """Return a copy of this process's `Ranks`, with its place in a recipe's device mesh."""
@@ -129,7 +129,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        # Counts of tokens stay exact in float64.
+        # float64 represents token counts exactly.
         values = torch.tensor(numbers, dtype=torch.float64)
         with talking():
             dist.all_reduce(values, group=self.host)
@@ -166,7 +166,7 @@ class Ranks:
             except Exception as error:
                 fault = error
                 values[1] = (str(error), getattr(error, "exit_code", 1))
-        # The broadcast comes before the error, because the others wait for it.
+        # The value is broadcast before the error is raised, because the other processes wait for it.
         _broadcast(values, self.host)
         if fault is not None:
             raise fault
@@ -267,14 +267,14 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
 
     cuda = device.type == "cuda"
     if cuda:
-        # NCCL uses the current device, which would be the first GPU in every process.
+        # NCCL uses the current CUDA device, which is the first GPU in every process by default.
         torch.cuda.set_device(device)
     is_ours = not dist.is_initialized()
     with talking():
         if is_ours:
-            # Exchanges of the host use gloo, so that they never wait for a GPU.
+            # The host exchanges data by gloo, so that it never waits for a GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        # Two threads must not share a group, because their exchanges could mix.
+        # The training and the saving thread have separate groups, because their exchanges could mix.
         host, writing = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     ranks = Ranks(process.rank, process.size, host=host, writing=writing)
     try:
@@ -285,6 +285,6 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
         raise ToldElsewhere(
             "Another process of this run has ended, so this one ends too. That process has printed the cause."
         ) from fault
-    ranks.wait()  # the first may still be writing: a process that leaves sooner would break its exchange
+    ranks.wait()  # the first process may still write; leaving early would break its exchange
     if is_ours:
         dist.destroy_process_group()

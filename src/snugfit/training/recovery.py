@@ -1,7 +1,8 @@
 """Recovery from exhausted GPU memory: the choice of another recipe for the rest of a run.
 
-Every front-end calls this; the change of recipe is its own part. Our loop builds the run again, a fitted
-trainer changes its live model, and a hand-written loop receives an error. No choice changes the global batch.
+Every front-end uses this module, but applies the new recipe in its own way. snugfit's loop builds the model
+again, a wrapped Trainer changes its live model, and a hand-written loop receives an error. The global batch
+never changes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
-"""Numbers of steps after which gradients of micro-batches are compared with those of the whole batch
-again."""
+"""Numbers of finished steps after which the check is repeated that micro-batches give the gradients of the
+whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,34 +41,34 @@ class Unplanned:
 
 
 Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
-"""The type of a function that chooses the next recipe or None, from a job, the recipe that ran out of memory
-and the cause."""
+"""The type of a function that returns the next recipe after a lack of memory, or None. Its arguments are the
+job, the failed recipe, and the cause."""
 
 Compare = Callable[[Job, Any, Any, Mapping[str, Any], bool], Job]
-"""The type of a function that compares gradients of micro-batches with those of the whole batch.
+"""The type of a function that checks if micro-batches give the gradients of the whole batch.
 
 Its arguments are a job, its training step, its live model, a host batch (B, ...), and True after the first
-step. It returns the job. `mixes_samples` has a reason if the cut batch gives other gradients.
+step. It returns the job. If the gradients differ, the job's `mixes_samples` has the reason.
 """
 
 STEP_BOUNDARY = "step boundary"
-"""The phase of a memory shortage that was found between two steps."""
+"""Name of the phase for memory that ran short between two steps."""
 
 PLANNING = "A recipe that needs less is being looked for; nothing trains until it is found."
-"""The note in the journal before a plan is made."""
+"""Note in the run's journal before the search for another recipe."""
 
 WHAT_TO_TRY = (
     "With more free memory, the same run continues from its last checkpoint. Or start a run in a new "
     "folder with a recipe that needs less: snugfit plan --memory finds one."
 )
-"""Advice for a run that ran out of memory without another recipe."""
+"""Advice for a run that ran out of memory and has no other recipe."""
 
 CURE = (
     "Train with the whole batch, or let the loss be a sum that is divided by one count of the whole batch. "
     "In a Trainer's loss that is num_items_in_batch. For accelerate it is items=: the sum of a piece's "
     "weights, or its labels that count."
 )
-"""Advice for a loss whose micro-batches do not add up to the whole batch."""
+"""Advice for a loss whose sum over micro-batches differs from the loss of the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +78,13 @@ class Exhausted:
     """
 
     cause: str
-    """A cause that `memory_cause` returns, or `THRASHING`."""
+    """Cause of the lack of memory: a result of `memory_cause`, or `THRASHING`."""
 
     phase: str
-    """The phase of the step, or `STEP_BOUNDARY`."""
+    """Phase of the step in which memory ran out, or `STEP_BOUNDARY`."""
 
     message: str
-    """The message of the exception."""
+    """Message of the out-of-memory exception."""
 
 
 def short_of_memory() -> Exhausted:
@@ -119,7 +120,7 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
 @final
 class Recovery:
-    """Chooses the recipe with which a training run continues after it ran out of memory."""
+    """Selects the recipe with which a training run continues after it ran out of memory."""
 
     def __init__(self, job: Job, journal: Journal, replan: Replan) -> None:
         self.job, self._journal, self._replan = job, journal, replan
@@ -134,9 +135,9 @@ class Recovery:
         """Return the recipe that replaces the current one after it ran out of memory, `step` steps into the
         run.
 
-        None, with a warning, means that memory is only short and no other recipe is left. Raises
-        `OutOfMemory` if memory ran out and no other recipe is left. Planning takes some seconds, so a note is
-        written into the journal before.
+        If memory is only short (the allocator retries in each step) and no other recipe is left, return None
+        with a warning. Raises `OutOfMemory` if memory ran out and no other recipe is left. A plan takes some
+        seconds, so a note is written into the journal before.
         """
         is_short = exhausted.phase == STEP_BOUNDARY
         what = "memory is short" if is_short else "memory ran out"

@@ -21,10 +21,10 @@ def seed_all(seed: int, rank: int = 0) -> None:
     import torch
 
     if rank:
-        # The shift makes the seed fit a signed integer of 64 bits.
+        # After the shift, the seed fits into a signed 64-bit integer.
         seed = int(numpy.random.SeedSequence([seed, rank]).generate_state(1, numpy.uint64)[0] >> 1)
     random.seed(seed)
-    # numpy takes seeds of 32 bits.
+    # numpy accepts only 32-bit seeds.
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 

@@ -7,13 +7,13 @@ little memory.
   is known; on a GPU every `logging_steps` the allocator's peaks.
 - `ended`: outcome, step, step_seconds, the peaks.
 
-Without a check before the update, a step's norm reaches the host one step later (`run/loop.py`). A step
-is therefore noted when it is done and written when its norm is known. A step that turns out to be wrong is
-not written at all.
+Without a check before the update, the gradient norm of a step reaches the host one step later
+(`run/loop.py`). The entry of a step is therefore stored first, and written when the norm is known. A step
+that proves to be wrong is not written.
 
 **Thrashing.** If the driver has no memory left for a request, torch's allocator frees its cached blocks and
-tries again. The step then continues. This waits for the device and changes the layout of memory. A run that
-does it in each step is very slow. The allocator counts these retries (`num_alloc_retries`).
+tries again. Such a retry waits for the device and changes the layout of memory. A run with retries in each
+step is very slow. The allocator counts them (`num_alloc_retries`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 WARMUP = 3
-"""Number of first steps of a process that do not count as steady, as in measurements
+"""Number of steps at the start of a process that count as warm-up, as in measurements
 (`measurement/stopwatch.py`)."""
 
 REMEMBERED_STEPS = 1000
-"""Number of last steps from whose seconds the median at the end is computed."""
+"""Number of last steps whose seconds enter the median that the run reports at its end."""
 
 THRASHING = "allocation retries"
-"""Name of the cause in the journal if the allocator retries in each step."""
+"""Name of the cause in the run's journal if the CUDA allocator frees its cache and retries in each step."""
 
 RETRIES_IN_A_ROW = 3
-"""Number of steps in a row with retries that counts as thrashing.
+"""Number of successive steps with allocation retries that counts as a lack of memory.
 
 The first steps of a run may retry while they grow. The first step allocates the gradients and the optimizer's
 states, and the second is the first with both. One retry may fix the layout of memory for good, such as after
@@ -103,7 +103,7 @@ class StepLogger:
         self.ignore_retries()
 
     def _log_prediction(self, answer: RunAnswer) -> None:
-        """Write the prediction of this recipe into the journal, or the reason why there is none."""
+        """Write the prediction for this recipe into the journal, or the reason why there is none."""
         self._awaited = None
         self._predicted = answer if isinstance(answer, PredictedRun) else None
         self._predicted_figures = (
@@ -118,7 +118,7 @@ class StepLogger:
         """Store loss, seconds and other values of a finished step (numbered from 1), until `write` adds the
         gradients' norm.
         """
-        # The prediction is computed while the run trains, and no step waits for it.
+        # The prediction is computed during the training, and no step waits for it.
         if self._awaited is not None and self._awaited.done():
             self._log_prediction(self._awaited.result())
         self._steps += 1
@@ -132,12 +132,12 @@ class StepLogger:
             "samples": samples,
             "tokens": tokens,
             **({} if mfu is None else {"mfu": mfu}),
-            # A query at each step would slow small models down.
+            # Reading memory peaks at each step would slow down small models.
             **(self._memory_peaks() if step % self._every == 0 else {}),
         }
 
     def write(self, norm: float | None) -> None:
-        """Write the journal's line on the last noted step, with its gradients' norm, unless it is written
+        """Write the journal's line on the last stored step, with its gradient norm, unless it is written
         already.
         """
         if self._noted:
@@ -172,12 +172,12 @@ class StepLogger:
     # ---- thrashing ---------------------------------------------------------------------------------------
 
     def watch_retries(self) -> None:
-        """Start to count the allocator's retries; those before this call are ignored."""
+        """Start counting the allocator's retries. Earlier ones are ignored."""
         self._retries: int | None = retries_of(self._device)
         self._retried_in_a_row = 0
 
     def ignore_retries(self) -> None:
-        """Stop to count the allocator's retries: no recipe can change now, or training has not
+        """Stop counting the allocator's retries, because no recipe can change now, or training has not
         started yet.
         """
         self._retries = None

@@ -70,7 +70,7 @@ Plot = Annotated[
 OUTPUT = Path("snugfit-accuracy")
 
 MOST_WORKERS = 4
-"""Most processes that predict by default. More would crowd the host while steps are timed."""
+"""Default limit on the processes that predict. More would slow down the host while steps are timed."""
 
 
 def accuracy(
@@ -116,7 +116,7 @@ def accuracy(
         recipes = within_job or top or 0
         result, file = _compare(jobs, recipes, drawn, known_gpu, output, workers, measured=measured)
     _print([result], form, plot)
-    # In the other formats, stdout has the document alone.
+    # For the formats other than the terminal's, stdout contains only the document.
     typer.echo(f"Written: {file}", err=form != "terminal")
     if result.outside:
         raise OutsideBand(

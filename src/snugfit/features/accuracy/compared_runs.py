@@ -17,10 +17,11 @@ from snugfit.techniques.recipe import Recipe
 
 SCHEMA = 2
 READABLE = (1, 2)
-"""Schemas of result files that can be read; the first had neither draws within jobs nor rescoring."""
+"""Versions of the result format that can be read. Version 1 had neither several recipes per job nor rescored
+predictions."""
 
 BAND: Mapping[str, float] = {"allocated_bytes": 0.005, "reserved_bytes": 0.03, "nvml_bytes": 0.03}
-"""The largest allowed error of a drawn run, as a share of the measured value."""
+"""Largest accepted relative error of the predicted peak bytes of a randomly drawn run, by kind of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,70 +29,73 @@ class ComparedRun(JsonFields):
     """One training job and recipe, with its predicted and measured memory and step time where they exist."""
 
     number: int
-    """Position in the draw, from 0."""
+    """Position of the run in the random draw, from 0."""
     family: str
-    """The model's family as the draw names it; else the architecture."""
+    """The model family's name in the draw; without one, the architecture's name."""
     job: Job
     recipe: Recipe
     gpus: int = 1
     """Number of GPUs that train together, for the prediction and the measurement."""
     passed_over: tuple[str, ...] = ()
-    """Recipes drawn before this one that the model does not support, each with the reason."""
+    """Recipes drawn before this one that the model does not support, with the reason for each."""
 
     predicted: Footprint | None = None
     """Predicted peak bytes; None if the prediction failed."""
     fits: bool | None = None
-    """True if the prediction fits the GPU's memory."""
+    """True if the predicted bytes fit into the GPU's memory."""
     predicted_step_seconds: float | None = None
-    """Predicted seconds of a steady step."""
+    """Predicted seconds of a steady step (a step like all later ones)."""
     bound: str | None = None
-    """Predicted bottleneck of the step: `host`, or an operator group."""
+    """Predicted bottleneck of the step: `host`, or a group of operators."""
     refused: str = ""
-    """Reason for a failed prediction."""
+    """Reason for which the run could not be predicted; empty if it was."""
     doubts: tuple[str, ...] = ()
-    """Uncertainties of the prediction, as sentences."""
+    """Sentences on uncertainties of the prediction."""
     prediction_seconds: float | None = None
-    """Wall time of the prediction without imports."""
+    """Wall-clock seconds of the prediction, without imports."""
 
     outcome: str | None = None
-    """Outcome of the measured run, as in `Measurement`; None if it was not measured."""
+    """Outcome of the measured run, such as `ok` or an out-of-memory error. None if it was not measured."""
     measured: Footprint | None = None
     step_seconds: float | None = None
-    """Mean of the steady steps without disturbed ones."""
+    """Mean measured seconds of a steady step, without steps that other processes disturbed."""
     every_step_seconds: float | None = None
-    """Mean of all steady steps, with disturbed ones; None in results older than this field."""
+    """Mean measured seconds of all steady steps, including disturbed ones. None in results older than this
+    field."""
     spread: float | None = None
-    """(90th percentile - 10th percentile) / mean of the steady steps."""
+    """Relative spread of the steady steps' seconds: (90th percentile - 10th percentile) / mean."""
     contaminated: str | None = None
-    """Other use of the GPU during the run; None without any."""
+    """Description of other processes that used the GPU during the run; None without any."""
     message: str = ""
-    """The last lines of a run that died."""
+    """Last lines of output of a run that failed."""
     when: str | None = None
-    """Start of the measured run, ISO 8601 in UTC."""
+    """Date and time in UTC (ISO 8601) at which the measured run started."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Package versions of the measured run."""
     crowded: str | None = None
-    """Other processes' share of the host's cores while steps were timed, when no core was idle."""
+    """Share of the host's cores used by other processes while steps were timed. None if some core was idle.
+    """
     disturbed: float | None = None
-    """Share of checks that found the loop's core disturbed by other processes."""
+    """Share of the checks in which other processes slowed down the core of the training loop."""
     clock: GpuClock | None = None
-    """Clock of the GPU while steps were timed, as in `Measurement`."""
+    """Clock frequency of the GPU while steps were timed, as in `Measurement`."""
     host_loop_seconds: float | None = None
-    """Speed of the core: median seconds of a short loop of pure Python."""
+    """Median seconds of a short loop of pure Python, which show the speed of the core."""
     cause: str = ""
-    """Known cause of a large error: the only field that is written into a result by hand."""
+    """Known cause of a large error. It is the only field that a developer writes into a result by hand."""
 
     original: Footprint | None = None
-    """First prediction of a rescored run."""
+    """First predicted peak bytes of a rescored run (predicted again by a later version)."""
     original_step_seconds: float | None = None
-    """First predicted seconds of a step of a rescored run."""
+    """First predicted seconds of a step of a rescored run (predicted again by a later version)."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "job_id": (str, ""),
         "errors": (Mapping[str, float], "predicted / measured - 1, by figure."),
         "complaint": (str | None, ""),
     }
-    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    """JSON keys that `to_json` adds to the fields, with types and descriptions
+    (`report/schema/json_schema.py`)."""
 
     @property
     def job_id(self) -> str:
@@ -128,7 +132,7 @@ class ComparedRun(JsonFields):
         if self.outcome is None:
             return f"not predicted: {self.refused}" if self.refused else None
         if self.outcome != "ok":
-            # Out of memory is the expected end of a run that was predicted not to fit.
+            # An out-of-memory error is the expected outcome if the run was predicted not to fit.
             expected = self.fits is False and self.outcome.startswith("oom")
             return None if expected else f"the run ended with {self.outcome}"
         if self.predicted is None:
@@ -160,24 +164,24 @@ class Accuracy(JsonDocument):
     schema: ClassVar = SCHEMA
 
     seed: int | None
-    """Seed of the draw; None when the jobs were named."""
+    """Seed of the random draw of jobs; None when the user named the jobs."""
     gpu: str
-    """The GPU of the predictions."""
+    """Name of the GPU that the predictions are for."""
     device: str | None
-    """The measured device; None when nothing was measured."""
+    """Name of the measured GPU; None when nothing was measured."""
     versions: Mapping[str, str]
-    """Versions of the packages that predicted."""
+    """Versions of the packages with which the runs were predicted."""
     runs: tuple[ComparedRun, ...]
-    """The runs in the order of their numbers."""
+    """Predicted and measured runs in the order of their numbers."""
     kind: str = "drawn"
-    """`drawn`: each run is a job of its own. `within-job`: several drawn recipes of each job. `top`: each
-    job's best recipes by its plan."""
+    """Selection of the runs. `drawn`: one random recipe per job; `within-job`: several random recipes per
+    job; `top`: each job's best recipes."""
     rates: str = ""
-    """The source of the rates that predicted the seconds."""
+    """Source of the GPU speeds from which the seconds were predicted."""
     rescored: str = ""
-    """Date and versions of a later prediction of the runs; such predictions are not forecasts."""
+    """Date and versions of a later prediction of the same runs, which is no forecast. Empty without one."""
     original_versions: Mapping[str, str] = field(default_factory=dict)
-    """Package versions of a rescored draw's first predictions."""
+    """Package versions of the first predictions of a rescored result."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "band": (Mapping[str, float], "Largest relative error within the allowed ones, by figure."),
@@ -208,5 +212,5 @@ def error_quantiles(errors: list[float]) -> Iterator[float | None]:
     import numpy as np
 
     for share in (0.5, 0.9, 1.0):
-        # This method returns the error of an actual run, without interpolation.
+        # This method returns one of the errors, without interpolation between two.
         yield float(np.quantile(errors, share, method="inverted_cdf")) if errors else None

@@ -11,7 +11,7 @@ from snugfit.job.gpu import Gpu
 from snugfit.prediction.rates import Rates
 
 MAX_BYTES = 64 << 20
-"""Largest size of a result file, in bytes."""
+"""Largest accepted size of a result file in bytes."""
 
 
 def read(file: Path) -> Accuracy:

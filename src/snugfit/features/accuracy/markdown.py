@@ -23,13 +23,13 @@ from snugfit.report.text.grid import Grid, escape
 from snugfit.results.measurement import HIGH_DISTURBANCE
 
 EDGES = (-0.3, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
-"""Limits between the bars of the histogram, as relative errors."""
+"""Limits between the bars of the histogram of errors, as relative errors."""
 
 COLUMNS = 50
 """Length of the histogram's longest bar, in characters."""
 
 WORST = 10
-"""Number of the largest errors in the list."""
+"""Number of runs in the list of the largest errors."""
 
 _HEAD = """# Accuracy
 
@@ -129,8 +129,8 @@ def causes(run: ComparedRun) -> Iterator[str]:
 
 
 def _origin(result: Accuracy) -> Iterator[str]:
-    """Yield sentences on the package versions and hardware rates of the predictions. They mark a prediction
-    made after the measurements.
+    """Yield sentences on the package versions and hardware rates of the predictions. They report if a
+    prediction was made after the measurements.
     """
     yield f"Predicted with {_packages(result.versions)}{f'; rates {result.rates}' if result.rates else ''}."
     if result.rescored:

@@ -37,7 +37,7 @@ def recipes_grid(runs: Sequence[ComparedRun], title: str, note: str = "") -> Gri
 
 
 def bytes_cells(run: ComparedRun) -> Iterator[str]:
-    """Yield table cells for memory: predicted and measured MiB by NVML, or the cause of death, then the
+    """Yield table cells for memory: predicted and measured MiB by NVML, or the cause of the failure, then the
     errors in per cent.
     """
     yield _mib(run.predicted.nvml_bytes if run.predicted else None)
@@ -92,7 +92,7 @@ def gap_line(runs: Sequence[ComparedRun]) -> str:
 
 
 def _ranks(seconds: Iterable[tuple[int, float | None]]) -> dict[int, str]:
-    """Return the rank of each run as text by its number, 1 for the fewest seconds."""
+    """Return each run's rank by step time as text, by the run's number; 1 is the fastest."""
     known = sorted((duration, number) for number, duration in seconds if duration)
     return {number: str(rank) for rank, (_, number) in enumerate(known, 1)}
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BF16_SINCE = (8, 0)
-"""The lowest compute capability with bfloat16 arithmetic."""
+"""The lowest CUDA compute capability with bfloat16 arithmetic."""
 
 LOOP = "trainer"
 
@@ -42,9 +42,10 @@ class PeerRun:
     name: str
     """Display name, such as `Trainer, bf16 + adamw_fused`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """`TrainingArguments` in addition to those of its recipe."""
+    """`TrainingArguments` in addition to those that the recipe sets."""
     run: ComparedRun
-    """The run in the Trainer's loop; without predicted bytes when the whole model is compiled."""
+    """The prediction and measurement of the run in the Trainer's loop. It has no predicted bytes when the
+    whole model is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Peers:
 
     runs: tuple[PeerRun, ...] = ()
     why_none: str = ""
-    """Reason for an empty `runs`."""
+    """Reason why no run was measured; empty if `runs` is not."""
 
     @property
     def best(self) -> PeerRun | None:
@@ -63,7 +64,7 @@ class Peers:
 
 
 NO_PEERS = Peers()
-"""The result if no peers were requested."""
+"""The result when no comparison with the plain Trainer was requested."""
 
 
 def measure_peers(
@@ -79,7 +80,7 @@ def measure_peers(
 
     A peer has the `kept_slots` and the adapters of the plan's recipe `chosen`.
     """
-    # None would mean the Trainer's own clipping.
+    # With None, the Trainer would clip by its own default.
     job = replace(job, clip=job.clip or 0.0)
     try:
         predicted = _first_that_fits(job, gpu, chosen, kept_slots, memory_bytes)

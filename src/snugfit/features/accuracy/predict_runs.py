@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 MAX_PREDICTED = 6
-"""Largest number of predicted recipes for each requested one, after which a job counts as exhausted."""
+"""Largest number of random recipes that are predicted for each requested one. Recipes with equal bytes count
+once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class PlannedRecipe:
     recipe: Recipe
     footprint: Footprint
     step_seconds: float
-    """Seconds of a steady step."""
+    """Predicted seconds of a steady step (a step like all later ones)."""
     fits: bool = True
-    """True when the bytes fit the usable memory."""
+    """True when the predicted bytes fit into the usable GPU memory."""
 
     @classmethod
     def of(cls, choice: Choice, memory_bytes: int | None = None) -> Self:
@@ -92,7 +93,7 @@ def predict_recipes(seed: int, gpu: Gpu, recipes: int, numbered: tuple[int, Job]
     first, runs, sizes = number * recipes, list[ComparedRun](), set[int | None]()
     candidates = (
         ComparedRun(number=first, family=job.model.architecture, job=job, recipe=recipe)
-        # Bounded, because a job may have fewer recipes with different bytes.
+        # The loop is bounded, because a job may have too few recipes with different bytes.
         for recipe, _ in zip(draw_recipes(job, seed), range(MAX_PREDICTED * recipes), strict=False)
     )
     for run in predict_each(candidates, gpu):
@@ -120,7 +121,7 @@ def predict_again(gpu: Gpu, rates: Rates | None, run: ComparedRun) -> ComparedRu
     )
     try:
         return _predict(blank, gpu, rates)
-    except Exception as failure:  # a run that can no longer be predicted is a result
+    except Exception as failure:  # a run that can no longer be predicted is recorded
         return replace(blank, refused=_one_line(failure))
 
 
@@ -137,7 +138,7 @@ def predict_each(candidates: Iterable[ComparedRun], gpu: Gpu) -> Iterator[Compar
         except RecipeError as refusal:
             passed_over.append(f"{run.job.model.name}, {run.recipe}: {refusal}")
             continue
-        except Exception as failure:  # a failed run is a result, for any cause
+        except Exception as failure:  # a failed run is recorded too
             yield replace(run, refused=_one_line(failure))
         passed_over.clear()
 
@@ -166,13 +167,15 @@ def _one_line(failure: Exception) -> str:
 
 
 PLAIN_SHARE = 0.6
-"""Probability that a slot stays plain; all its other techniques are equally likely."""
+"""Probability that a slot (group of alternative techniques) keeps its default. All its other techniques are
+equally likely."""
 
 ALONE_SHARE = 0.25
-"""Probability, on several GPUs, that all of them train on the whole batch with tensor parallelism."""
+"""Probability, on several GPUs, that tensor parallelism is drawn, with which all GPUs train on the whole
+batch."""
 
 MAX_PROPOSALS = 2_000
-"""Largest number of recipes that are tried for one job, valid or not."""
+"""Largest number of random recipes that are tried for one job, valid or not."""
 
 
 def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
@@ -180,7 +183,7 @@ def draw_recipes(job: Job, seed: int) -> Iterator[Recipe]:
 
     The seed and the job determine the recipes.
     """
-    # As a seed, a text yields the same numbers in every process.
+    # Seeded with a text, the generator yields the same numbers in every process.
     rng = random.Random(f"snugfit recipes {seed} {json.dumps(job.to_json(), sort_keys=True)}")
     plain = Recipe()
     yielded = {plain}
@@ -210,12 +213,12 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     drawn = []
     for slot in Slot:
         if slot in roster.slots_of_several_gpus() and slot is not Slot.SHARDING:
-            continue  # not drawn so far
+            continue  # accuracy draws do not cover it yet
         in_slot = [one for one in roster.techniques() if one.slot is slot and _is_simulated(one)]
         candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
         if slot not in roster.slots_of_several_gpus():
             candidates = in_slot
-        elif len(candidates) == 1:  # nothing to draw
+        elif len(candidates) == 1:  # the only choice
             drawn.append(candidates[0]())
             continue
         active = [technique for technique in candidates if not technique.plain]

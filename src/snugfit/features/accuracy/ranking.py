@@ -24,9 +24,9 @@ from itertools import combinations
 from snugfit.features.accuracy.compared_runs import ComparedRun
 
 APART = 0.05
-"""Smallest difference between two distinct recipes, as a share of the faster one's seconds.
+"""Smallest relative difference in step seconds at which two recipes count as different.
 
-Steps vary by some per cent from process to process.
+The seconds of a step vary by some per cent between processes.
 """
 
 
@@ -37,13 +37,13 @@ class RankAgreement:
     """
 
     concordant: int = 0
-    """Pairs whose predicted order is the measured one."""
+    """Number of pairs of runs with equal predicted and measured order."""
     discordant: int = 0
-    """Pairs whose predicted order is the opposite of the measured one."""
+    """Number of pairs of runs with opposite predicted and measured order."""
     tied_predicted: int = 0
-    """Pairs with equal predicted and different measured seconds."""
+    """Number of pairs of runs with equal predicted and different measured seconds."""
     tied_measured: int = 0
-    """Pairs with equal measured and different predicted seconds."""
+    """Number of pairs of runs with equal measured and different predicted seconds."""
 
     def __add__(self, other: RankAgreement) -> RankAgreement:
         return RankAgreement(

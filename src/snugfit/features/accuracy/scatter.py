@@ -11,10 +11,10 @@ from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
 from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
 
 NINE_IN_TEN = 0.2
-"""Error at which dotted lines are drawn, below which nine runs in ten should stay."""
+"""Relative error at the dotted lines of the plot. At least nine in ten runs should have a smaller one."""
 
 FARTHEST = 50
-"""Per cent at which the histogram ends. Larger errors are counted in its last bars."""
+"""Largest error in per cent on the histogram's axis. Larger errors are counted in its last bars."""
 
 
 def draw(results: Sequence[Accuracy], form: str) -> bytes:

@@ -38,8 +38,8 @@ DEADLINE_SECONDS = 240.0
 
 Tell = Callable[[str], None]
 Ranked = Callable[["Job"], Sequence[PlannedRecipe]]
-"""The type of a function that returns a job's best recipes by its plan, the best first. Callers pass it in,
-because this module may not import the planner.
+"""The type of a function that returns a job's best planned recipes, the best first. It is an argument because
+this module may not import the planner.
 """
 
 
@@ -47,11 +47,11 @@ class RunWriter(NamedTuple):
     """Writes runs to a result file after their prediction, and measures each one if requested."""
 
     file: Path
-    """The result file, which always contains all finished runs."""
+    """The result file, which contains all finished runs at any time."""
     measured: bool = True
     """True if each run is measured on this machine right after its prediction."""
     tell: Tell = lambda line: None
-    """Callback for progress messages."""
+    """Callback that receives progress messages."""
 
     def record(self, result: Accuracy, predicted: Iterable[ComparedRun], total: int) -> Accuracy:
         """Append these `total` predicted runs to the result, measure them if requested, and return the
@@ -92,7 +92,7 @@ def accuracy_of_best(
     one run with the reason.
     """
 
-    # A generator, so that a job's runs are measured before the next job is planned.
+    # A generator measures a job's runs before the next job is planned.
     def plan_all() -> Iterator[ComparedRun]:
         for number, job in enumerate(jobs):
             writer.tell(f"planning job {number + 1} of {len(jobs)}: {job.model.name}")
@@ -151,7 +151,7 @@ def rescore(
         result,
         runs=tuple(runs),
         versions=versions,
-        # A second rescoring must not replace the versions of the forecasts.
+        # A second rescoring must keep the versions of the original forecasts.
         original_versions=result.original_versions or result.versions,
         rates=rates.source if rates else _rates_source(gpu),
         rescored=rescored,
@@ -188,7 +188,7 @@ def _describe(run: ComparedRun) -> str:
 
 
 class MeasuredRun(NamedTuple):
-    """A run with its measurement, and the measured device. The device is None when the run was refused."""
+    """A run with its measurement, and the measured device. The device is None if the run could not start."""
 
     run: ComparedRun
     device: str | None

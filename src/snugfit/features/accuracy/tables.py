@@ -28,7 +28,8 @@ FIGURES = {
     "step_seconds": "step",
 }
 GAP = 0.05
-"""Largest accepted slowdown of a plan's first choice against the best of its measured recipes, as a share."""
+"""Largest accepted slowdown of a plan's first recipe against the fastest measured recipe, as a share of its
+seconds."""
 
 
 def render(result: Accuracy) -> Page:

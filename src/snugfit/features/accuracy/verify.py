@@ -29,15 +29,15 @@ class Verification(JsonDocument):
     what: ClassVar = "verification"
 
     gpu: str
-    """The GPU of the plan."""
+    """Name of the GPU that the plan was made for."""
     device: str | None
-    """The measured device; None when every run was refused."""
+    """Name of the measured GPU; None when no run could start."""
     runs: tuple[ComparedRun, ...]
-    """The runs in the plan's order, its first choice first."""
+    """Predicted and measured runs of the plan's recipes, the plan's first choice first."""
     versions: Mapping[str, str]
-    """Versions of the packages that planned."""
+    """Versions of the packages with which the plan was made."""
     peers: Peers = NO_PEERS
-    """The plain Trainer, measured on the same job."""
+    """Measurements of the plain Trainer on the same job, for comparison."""
 
     @property
     def order(self) -> RankAgreement:

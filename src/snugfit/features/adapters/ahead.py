@@ -1,9 +1,9 @@
 """Import the modules that simulations of adapters need, before a plan's worker processes are forked.
 
-A forked worker inherits them, so their import time of some seconds is spent once. These are peft, and
-transformers' patterns for renaming older weights. peft compiles these thousand patterns at first use, which
-takes as long as the import. peft imports bitsandbytes, which would make torch load its compiler for operators
-that no simulation runs. Workers import bitsandbytes without the compiler.
+A forked worker inherits the imported modules, so their import time of some seconds is spent once. The modules
+are peft, and transformers' patterns for renaming older weights. peft compiles these thousand patterns at
+first use, which takes as long as the import. peft imports bitsandbytes, which would make torch load its
+compiler for operators that no simulation runs. Workers import bitsandbytes without the compiler.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _ANY_NUMBER = re.compile(r"\[(\\d|0-9)\]|\\d|[A-Za-z_]+\d+")
-"""Parts of a regular expression that match any number, or names that end in a digit."""
+"""Pattern of the parts of a module name's regular expression that match any number, or of names with a final
+digit."""
 _NUMBER = re.compile(r"\d")
 
 
@@ -50,7 +51,7 @@ def names_layers(setup: Setup) -> bool:
         words += given.get(name) or ()
     by_number = (freeze is not None and freeze.last != 0) or bool(given.get("layers"))
     return by_number or any(
-        # A rank pattern ends in a colon and the rank.
+        # In a rank pattern, a colon and the rank follow the name.
         _NUMBER.search(_ANY_NUMBER.sub("", word.rpartition(":")[0] or word))
         for word in words
     )

@@ -96,7 +96,7 @@ def _matching(model: torch.nn.Module, names: Sequence[str], words: Sequence[str]
 def _about_tied(model: torch.nn.Module, expression: re.Pattern[str]) -> str:
     """Return a sentence that names a tied weight whose other name matches; empty if there is none."""
     first_names: dict[int, str] = {}
-    # `named_parameters` yields a tied weight under its first name alone by default.
+    # `named_parameters` yields a tied weight only under its first name by default.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name and expression.match(name):

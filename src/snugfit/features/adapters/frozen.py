@@ -1,10 +1,11 @@
 """Technique `frozen`: parameters of the named parts get no gradients and no optimizer states.
 
-Activations before the first trained part are not saved either, because no gradient passes there. A frozen
-part behind a trained one saves the activations that gradients of its inputs need.
+Activations before the first trained part are not saved either, because no gradient flows there. A frozen part
+after a trained one saves the activations that are needed for gradients of its inputs.
 
-A name means a module or a parameter by the end of its name (`embeddings`, `encoder.layer.0`). `base_model`
-means all but the head. A quoted pattern is a regular expression for the beginning of parameter names.
+Parts are given by the end of the name of a module or parameter (`embeddings`, `encoder.layer.0`).
+`base_model` means all but the output head. A quoted pattern is a regular expression for the beginning of
+parameter names.
 """
 
 from __future__ import annotations

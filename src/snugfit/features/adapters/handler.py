@@ -45,7 +45,7 @@ class AdaptHandler(Handler):
         if value is None:
             return {}
         if text := call_text(value, "model"):
-            # A function that changes the model in place returns None.
+            # An adapting function may change the model in place and return None.
             return {"adapting": (text.imported, "", f"model = {text.called} or model")}
         lines = context.recipe[self.slot].code(context.job)
         if not lines:

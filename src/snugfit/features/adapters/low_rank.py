@@ -1,28 +1,29 @@
 """Settings of peft's low-rank adapters: the weights are frozen, and small matrices that are added to some of
 them are trained.
 
-W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Gradients and
-optimizer states exist for A and B only. The activations that the layers next to frozen weights need are saved
-as before. So memory falls by optimizer states and gradients, and not by activations.
+W' = W + s B A with A (r x in) and B (out x r); Hu et al., arXiv 2106.09685, section 4.1. Only A and B have
+gradients and optimizer states. Activations are saved as without adapters, because gradients pass through the
+frozen weights. Memory falls by optimizer states and gradients, and not by activations.
 
 The scale s is alpha / r, and alpha / sqrt(r) with `rslora` (Kalajdzievski, arXiv 2312.03732). It is a
 constant and takes no time or memory. `dora` (Liu et al., arXiv 2402.09353) trains the length of each row of
-W' apart from its direction. It builds the whole W' once more in each pass to compute the lengths of its rows,
-which takes time and memory.
+W' separately from its direction. In each pass it computes the whole W' once more to get the lengths of its
+rows, which takes time and memory.
 
-Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The default modules of an architecture
-come from peft's table (BERT: query and value). An architecture that the table lacks gets all its linear
-layers. This module reads the table and passes the names to peft. peft itself finds only architectures under
-their own name, but the table has Gemma 3 under its text model's. For models whose weights transformers stores
-in another shape (Mixtral's experts), peft renames modules and does not use the table.
+Defaults are peft's own (`LoraConfig`): rank 8, alpha 8 and no dropout. The modules to adapt come from peft's
+table of architectures (BERT: query and value). If the table does not have an architecture, all its linear
+layers are adapted. This module reads the table and passes the names to peft. peft itself looks up only the
+architecture's own name. Gemma 3, for example, is in the table under its text model's name. For models whose
+weights transformers stores in another shape (Mixtral's experts), peft renames modules and does not use the
+table.
 
 Dropout saves two tensors for each adapted matrix: the input after dropout, and the mask. The backward pass of
 A needs both. Adapters of a model in half precision are fp32, as peft creates them (`autocast_adapter_dtype`).
 The heads of classification models train whole, as peft's task types define.
 
-The adapted modules (targets) are given by suffixes of their names, or by one quoted regular expression.
-`parameters` are weights of modules that are no linear layers, such as experts in one tensor. peft adds their
-whole update to the weight in each pass. `save` names modules that train whole: peft trains a copy of each.
+The modules to adapt (`targets`) are given by suffixes of their names, or by one quoted regular expression.
+`parameters` are weights outside of linear layers, such as all experts in one tensor. peft adds their whole
+update to the weight in each pass. `save` names modules of which peft trains a full copy.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ ARGUMENTS: Mapping[str, Setting] = {
     "lora.layers_to_transform": Setting("layers"),
     "lora.rank_pattern": Setting("rank_pattern"),
 }
-"""peft's arguments, each with the setting that gives its value."""
+"""Arguments of peft's `LoraConfig`, each mapped to the setting of `lora` with the same meaning."""
 
 _MORE = {
     "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
     "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
 }  # fmt: skip
-"""Arguments of `LoraConfig` by the optional settings that give their values."""
+"""Optional settings of `lora`, each mapped to the argument of `LoraConfig` with the same meaning."""
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -79,12 +80,12 @@ _PEFT_TASKS = {
     "LMHeadModel": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
-"""peft's task type by the end of a transformers class name; the type determines the head that trains
-whole."""
+"""peft's task type by the suffix of a transformers class name. From the task type, peft selects the output
+head to train in full."""
 
 _TOKEN_HEADS = ("classifier", "score")
-"""Names of token classifiers' heads, which peft trains whole. `all-linear` would adapt them too, and peft
-refuses both."""
+"""Names of the output heads of token classifiers. peft trains them in full, and refuses to adapt them too, as
+`all-linear` would."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class LowRank(Technique):
             **{name: getattr(self, name) for name in _MORE},
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
-        shown = shown.replace("'", '"')  # words of peft's and of the notation hold no quotes
+        shown = shown.replace("'", '"')  # neither peft's words nor recipes contain quotes
         return (
             "from peft import LoraConfig, get_peft_model",
             "",
@@ -233,9 +234,10 @@ def adapt(
     config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, **more))
     try:
         with warnings.catch_warnings():
-            # GPT-2's Conv1D stores its weight transposed; peft sees that, does the right thing, and warns.
+            # GPT-2's Conv1D stores its weight transposed. peft detects that, corrects the argument, and
+            # warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-            # peft queries transformers 5 under the name that version 4 used.
+            # peft reads an attribute of transformers 4 that transformers 5 has renamed.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             return get_peft_model(model, config)  # type: ignore[no-any-return]
     except ValueError as error:
@@ -251,7 +253,7 @@ def _peft_arguments(
     """Return `LoraConfig`'s arguments for a model of the class `name` with the main input `inputs`."""
     task = next((task for end, task in _PEFT_TASKS.items() if name.endswith(end)), None)
     if inputs != "input_ids":
-        task = None  # peft's wrapper for seq2seq passes input_ids, which Whisper's decoder then gets twice
+        task = None  # peft's seq2seq wrapper would pass input_ids twice to Whisper's decoder
     targets = _as_peft_takes(targets)
     everywhere = targets == ALL_LINEAR
     further = {_MORE[name]: value for name, value in more.items() if value}
@@ -260,7 +262,7 @@ def _peft_arguments(
     own: dict[str, Any] = {}
     if everywhere and task == "TOKEN_CLS":
         own["exclude_modules"] = list(_TOKEN_HEADS)
-    # peft has no task type for images, so the head is named here.
+    # peft has no task type for images, so the classification head is named explicitly.
     if name.endswith("ForImageClassification"):
         own["modules_to_save"] = ["classifier"]
     for key, words in further.items():
@@ -271,7 +273,7 @@ def _peft_arguments(
     return {
         "r": r,
         "lora_dropout": dropout,
-        # None leaves the choice to peft.
+        # With None, peft selects the modules.
         "target_modules": targets if isinstance(targets, str) else list(targets) or None,
         "task_type": task,
         **own,
@@ -313,7 +315,7 @@ def _pefts_choice(model: Any) -> str | list[str] | None:
     """Return the default modules to adapt in peft's table, for a built module or a `Model`; None without an
     entry.
     """
-    # A `Model` has `facts`, and a module of torch has none.
+    # A snugfit `Model` has `facts`, unlike a torch module.
     if hasattr(model, "facts") and model.module is None:
         config = model.config
         names = _names(config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
@@ -344,6 +346,6 @@ def pefts_table() -> Mapping[str, str | list[str]]:
         for statement in ast.parse(source).body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == _PEFTS_TABLE:
                 return dict(ast.literal_eval(statement.value))
-    except (OSError, ValueError):  # another peft, which computes its table
+    except (OSError, ValueError):  # another version of peft computes its table in code
         pass
     return {}

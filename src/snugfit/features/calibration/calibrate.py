@@ -67,32 +67,35 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 120.0
 CORRECTED_TOGETHER = {"bf16": ("bf16", "fp16", "fp8")}
-"""Precisions that share a probe, by the one that is measured."""
+"""Precisions whose rates are corrected by one probe (small measured job), by the precision that this probe
+uses."""
 
 UPDATE_STEPS = 80
-"""Steps of the probe that is measured before any prediction: about one second on an H200."""
+"""Number of steps of the first probe (small measured job): about one second on an H200."""
 
 MIN_FACTOR = 0.1
-"""Smallest accepted correction; the largest is 1 / MIN_FACTOR. A factor outside has another cause."""
+"""Smallest accepted correction factor of a rate; the largest is 1 / MIN_FACTOR. Any other factor has a cause
+besides the rate."""
 
 ATTEMPTS = 3
-"""Most runs of one host probe; a run on an undisturbed core ends them. A choice."""
+"""Largest number of runs of a probe of the host's speed (chosen). They end after a run on an undisturbed
+core."""
 
 
 class ProbeSeconds(NamedTuple):
     """Measured seconds of a probe (a small training job)."""
 
     step_seconds: float
-    """Mean seconds of a measured step."""
+    """Mean measured seconds of a step."""
     disturbed: float | None = None
-    """Share of checks that found the core disturbed by others; None without checks."""
+    """Share of the checks in which other processes slowed down the core. None without checks."""
     exchange_seconds: float | None = None
     """Seconds of NCCL kernels in one step; None on one GPU."""
 
 
 MeasureSeconds = Callable[[Job, Recipe, int], ProbeSeconds]
-"""The type of a function that measures a job and a recipe for a number of steps. A recipe for several GPUs
-runs on all GPUs of the calibration. Raises `SnugfitError` when the run dies."""
+"""The type of a function that measures a job under a recipe for a number of steps. A recipe for several GPUs
+runs on all GPUs of the calibration. Raises `SnugfitError` if the run fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +108,20 @@ class ProbeReading:
     predicted_seconds: float
     """Predicted seconds of a step."""
     measured_seconds: float | None
-    """Measured seconds of a step; None when the run died."""
+    """Measured seconds of a step; None when the run failed."""
     factor: float | None
-    """Overestimate of the rate (old rate / corrected rate); None without a correction."""
+    """Old rate divided by the corrected one, above 1 for an overestimated rate; None without a correction."""
     why: str = ""
-    """Reason why the probe corrected no rate."""
+    """Reason why the probe corrected no rate; empty if it did."""
     disturbed: float | None = None
-    """Share of checks that found the launching core disturbed by other processes."""
+    """Share of the checks in which other processes slowed down the core that launches kernels."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "corrects": (str, "The rate that the probe corrects."),
         "recipe": (str, "Recipe of the probe."),
     }
-    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    """JSON keys that `to_json` adds to the fields, with types and descriptions
+    (`report/schema/json_schema.py`)."""
     left_out_keys: ClassVar[tuple[str, ...]] = ("probe",)
     """Fields that `to_json` omits."""
 
@@ -141,13 +145,13 @@ class Calibration(JsonDocument):
     what: ClassVar = "calibration"
 
     gpus: int
-    """Number of GPUs that worked at once."""
+    """Number of GPUs that were calibrated together."""
     rates: Rates
-    """Rates after the corrections."""
+    """Speeds of the GPU and its host after the corrections."""
     readings: tuple[ProbeReading, ...]
-    """The probes that corrected them."""
+    """Results of the probes (small measured jobs) from which the rates were corrected."""
     versions: Mapping[str, str]
-    """Versions of the packages that measured."""
+    """Versions of the packages with which the probes were measured."""
 
 
 def calibrate(
@@ -182,7 +186,7 @@ class _ProbeRun(NamedTuple):
     probe: Probe
     trace: Trace
     measured: ProbeSeconds | str
-    """The measured seconds, or the reason for their absence."""
+    """The measured seconds, or the reason why there are none."""
 
 
 class _ProbeRunner:
@@ -257,7 +261,7 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     if not share:
         why = "no kernel of its step depends on this rate"
         return replace(reading, measured_seconds=measured.step_seconds, why=why, disturbed=measured.disturbed)
-    # the rest of the step is taken as right
+    # The difference is attributed to this rate alone, as if all other seconds were right.
     factor = 1 + (measured.step_seconds - predicted.step_seconds * error) / share
     why = why or _why_not(factor)
     return replace(
@@ -304,7 +308,7 @@ def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepS
     training job) corrects.
     """
     if corrects == HOST:
-        # The host bounds such a probe, so the whole step depends on its rate.
+        # The host limits the speed of such a probe, so the whole step depends on the host's rate.
         return predicted.step_seconds
     if corrects == SHARDING:
         of_shards = (SHARD_HOOKS, SHARDED_OPERANDS)
@@ -330,7 +334,7 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             warmup=WARMUP,
             steps=steps,
             deadline_seconds=DEADLINE_SECONDS,
-            # Probes are no measurements of the user's own.
+            # Probes are not stored with the user's own measurements.
             ledger=None,
         )
         if run.timing is None:
@@ -357,7 +361,8 @@ def _correct(rates: Rates, readings: list[ProbeReading]) -> Rates:
         return replace(rates, host=replace(rates.host, shard_hook=hook, sharded_operand=operand))
     if corrects == HOST:
         earlier = [reading for reading in readings[:-1] if reading.probe.corrects == HOST and reading.factor]
-        # This factor is relative to the earlier corrections, so its root yields the geometric mean of all.
+        # This factor multiplies the earlier corrections. Its root makes the result the geometric mean of all
+        # factors.
         factor = math.exp(math.log(factor) / (len(earlier) + 1))
         return replace(rates, host=rates.host.slower(factor))
     if corrects == BANDWIDTH:
@@ -385,17 +390,18 @@ def _shares(corrects: str, factor: float, rates: Rates) -> dict[str, float]:
 
 
 HOST, BANDWIDTH, SHARDING = "host", "bandwidth", "sharding"
-"""Rates that a probe may correct, besides precisions of matrix products and collectives.
+"""Names of rates that a probe may correct, besides precisions of matrix products and collectives.
 
-`host` are all seconds of the host, `bandwidth` is the GPU's memory, `sharding` the host's seconds for sharded
-weights.
+`host` are all seconds of the host, `bandwidth` is that of GPU memory. `sharding` are the host's seconds for
+sharded weights.
 """
 
 EXCHANGES = (ALL_REDUCE, ALL_GATHER)
-"""The two calibrated kinds of collectives: all-reduce, and all others."""
+"""The two kinds of NCCL collectives with calibrated rates: all-reduce, and all others."""
 
 PROBE_ERRORS = {"host": 0.97, "bandwidth": 1.04, "fp32": 0.955, "tf32": 1.03, "bf16": 1.05}
-"""Measured / predicted seconds of each probe, on the H200 and the host that gave the package's rates.
+"""Measured divided by predicted seconds of each probe, on the H200 and the host that gave the package's
+rates.
 
 The rates were fitted to all kernels of that H200 and to all families on its host (2026-11-21 and 22). The
 remaining error is the probe's own and does not transfer to another machine. A Llama's steps take the host
@@ -408,11 +414,12 @@ class Probe:
     """A small training job whose measured time corrects one hardware rate, such as the memory bandwidth."""
 
     corrects: str
-    """`host`, `bandwidth`, `sharding`, a precision of matrix products, or a collective by NCCL's name."""
+    """Name of the corrected rate: `host`, `bandwidth`, `sharding`, a precision of matrix products, or a NCCL
+    collective."""
     job: Job
     recipe: str
     gpus: int = 1
-    """Number of GPUs that train it; the job's batch contains all their samples."""
+    """Number of GPUs that train the job; its batch contains the samples of all of them."""
 
     @property
     def is_of_host(self) -> bool:
@@ -424,7 +431,8 @@ def probes(precisions: tuple[str, ...], gpus: int = 1) -> tuple[Probe, ...]:
     """Return the probes (small training jobs) for `gpus` GPUs and these precisions, in the order of
     correction.
     """
-    # `small` has many short kernels, `table` nearly only parameters, `wide` large products.
+    # `small` has many short kernels, `table` consists almost only of parameters, and `wide` has large matrix
+    # products.
     small = _llama(layers=16, width=512, vocabulary=8_000, batch=4, length=64)
     table = _llama(layers=1, width=2048, vocabulary=100_000, batch=1, length=8)
     wide = _llama(layers=4, width=2048, vocabulary=1_000, batch=16, length=512)

@@ -1,14 +1,14 @@
 """Technique by which each compiled layer keeps a fraction of its activations, and recomputes the rest in the
 backward pass.
 
-torch cuts a compiled layer into a forward and a backward program. Results that go from one to the other are
-kept. Without a budget torch keeps every result that is worth its bytes; a fused kernel recomputes the others
-at almost no cost. With a budget torch solves a knapsack problem. It recomputes the results with the fewest
-multiplications and additions, until the bytes beyond the layer's inputs fall to that share. 0 keeps the
-inputs alone, as `every_layer` does, but recomputes only the needs of the backward program.
+torch splits a compiled layer into a forward and a backward program. It keeps some results of the first for
+the second. Without a budget, torch keeps each result that is expensive to recompute, and recomputes the
+others in fused kernels. With a budget, torch solves a knapsack problem. It recomputes the results with the
+fewest operations, until the kept bytes beyond the layer's inputs are within the budget. A budget of 0 keeps
+only the inputs, like `every_layer`, but recomputes only those results that the backward program needs.
 
-A layer's inputs include its weights. Autocast keeps 16-bit copies instead of 32-bit weights. So with few
-activations a layer keeps less than its inputs, and torch then ignores every budget but 0.
+Among a layer's inputs are its weights. With autocast, 16-bit copies are kept instead of fp32 weights. A layer
+with few activations may then keep fewer bytes than its inputs have, and torch ignores every budget but 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 PLANNED = (0.75, 0.5, 0.25)
-"""Shares of the activations that a plan may choose as a budget."""
+"""Shares of a layer's activation bytes that a plan may try as a memory budget of compiled code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Budget(Technique):
         """
         if COMPILE.of(recipe[Slot.ENGINE].alone) is None:
             yield "it is for layers that are compiled. Try 'compiled + budget(0.5)', or 'every_layer'."
-        # A budget of 0 ignores the marks that keep random numbers (`memory_budget.py`).
+        # torch ignores the marks that keep random numbers if the budget is 0 (`memory_budget.py`).
         if self.share == 0 and (dropout := job.stated_dropout()):
             yield (
                 f"the model has dropout ({dropout}), whose masks would be others in the backward pass. "

@@ -56,19 +56,19 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 OTHERS = tuple(
     (name, value) for name, kind in (("mode", Mode), ("backend", Backend)) for value in get_args(kind)[1:]
 )
-"""Settings that are not the default, by name."""
+"""Names and values of all settings of compilation that are not the default."""
 
 WAYS: tuple[tuple[str, dict[str, bool], dict[str, str]], ...] = (
     ("layers.compile", {"torch_compile": False, "layers.compile": True}, {}),
     ("forward.compile", {"torch_compile": False, "forward.compile": True}, {"what": "model"}),
     ("torch_compile", {"torch_compile": True}, {"what": "model", "autocast": "within"}),
 )
-"""Ways in which other libraries compile: the prefix of their options, their arguments, and the same settings
-here."""
+"""Calls with which other libraries compile: prefix of their options, their arguments, and the same settings
+in this class."""
 
 
 COMPILES = ("sdpa", "eager")
-"""Names of attention implementations that were tried in compiled code."""
+"""Names of attention implementations that were tested in compiled code."""
 
 GRAPHS_MEASURED = (
     "three models that play CUDA graphs back were measured on an H100 with torch 2.11. Reserved bytes "
@@ -93,7 +93,7 @@ class Compiled(Technique):
             settings={**settings, **({name: value} if name else {})},
         )
         for name, value in (("", ""), *OTHERS)
-        # Settings of one kind at a time: Inductor alone has modes.
+        # Mode and backend are not combined, because only Inductor has modes.
         for prefix, arguments, settings in WAYS
     )
 
@@ -145,7 +145,7 @@ class Compiled(Technique):
         which torch.compile does not support.
         """
         wish = recipe[Slot.CHECKPOINTING].value
-        # Selective checkpointing inspects single operators, which a compiled layer does not run.
+        # Selective checkpointing inspects each operator, but a compiled layer runs no single operators.
         if wish is not None and (wish.keep or wish.layers_per_span != 1):
             yield (
                 f"{recipe[Slot.CHECKPOINTING]} looks into layers that are compiled, or joins several. Try "
@@ -233,7 +233,7 @@ class Compiled(Technique):
         """Return True if plans search this technique: not if steps record CUDA graphs, since their second
         step differs from later ones.
         """
-        # The first steps run, record and replay in turn, so they differ.
+        # The first steps differ: kernel by kernel, then recorded as a CUDA graph, then replayed.
         return not self._wish.records_graphs
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:

@@ -1,8 +1,9 @@
 """Lower bounds of the memory and seconds of recipes with compiled layers, computed without compiling them.
 
 A compiler fuses element-wise operators, sums and norms. Matrix products, convolutions and attention remain
-library calls, and nothing outside the layers changes. So the uncompiled candidate bounds the seconds. The
-tensors that are live outside the layers, and the products' saved outputs, bound the bytes.
+library calls, and code outside the layers is unchanged. The seconds of these calls in the same recipe without
+compilation are a lower bound. A lower bound of the bytes are the tensors outside the layers and the saved
+outputs of the products.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
 batched products, by one kernel."""
 
 LIBRARIES = ("scaled_dot_product", "convolution")
-"""Substrings of the names of other operators that remain library calls."""
+"""Substrings of the names of further operators that remain library calls in compiled code."""
 
 COMPILED_SHARE = 0.005
-"""Largest share by which a compiled step's seconds may be below their bound. Products and attention took
-equal seconds in every compared step of BERT-large."""
+"""Largest share by which a compiled step may be faster than its computed lower bound. Products and attention
+took equal seconds in every compared step of BERT-large."""
 
 PIECES_SHARE = 0.1
-"""Largest share by which more micro-batches may be faster than fewer ones. Each micro-batch launches all
-kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
+"""Largest share by which a step with more micro-batches may be faster than with fewer. Each micro-batch
+launches all kernels again. Sixteen micro-batches of Llama-3.1-8B took 1.2 % longer than four."""
 
 
 REST_SHARE = 0.01
-"""Largest share by which the kernels besides products and attention may be faster in another number of
+"""Largest share by which all kernels but products and attention may be faster with another number of
 micro-batches (chosen)."""
 
 
@@ -48,9 +49,9 @@ class _Counterparts(NamedTuple):
     """
 
     alike: int | None
-    """The recipe that differs only by not being compiled."""
+    """The recipe that is not compiled and otherwise the same; None without one."""
     bare: int
-    """The recipe that is not compiled, does not recompute, and has whole logits."""
+    """The recipe that is not compiled, recomputes nothing, and computes all logits at once."""
 
 
 class CompiledKinds(LoweredKinds):
@@ -66,11 +67,12 @@ class CompiledKinds(LoweredKinds):
         self._bounds: Mapping[int, Bound] = self.state.bounds
         self._uncompiled: dict[int, _Counterparts] = {}
         self._sizes: dict[int, list[int]] = {}
-        """Numbers of the same recipes with other micro-batches, by recipe."""
+        """Indices of the recipes that differ only in the number of micro-batches, by a recipe's index."""
         self.waiting: list[int] = []
         for number, candidate in enumerate(self.space.candidates):
             lowering, saving_nothing = candidate.setup.lowering, self.saves_nothing.get(number, number)
-            # A whole model's program changes more than its layers, so its uncompiled step is no bound.
+            # Compiling a whole model also changes code between its layers, so the uncompiled step gives no
+            # bound.
             if lowering is None or lowering.is_one_program or saving_nothing is None:
                 continue
             bare = self._without_compiler(saving_nothing)
@@ -90,12 +92,12 @@ class CompiledKinds(LoweredKinds):
         return number in self._uncompiled
 
     def alike(self, number: int) -> int | None:
-        """Return the index of the uncompiled recipe that is otherwise equal to a compiled one."""
+        """Return the index of the recipe that differs from a compiled one only by not being compiled."""
         return self._uncompiled[number].alike if number in self else None
 
     def bare(self, number: int) -> int:
-        """Return the index of a compiled recipe's counterpart without compilation and recomputation, and with
-        all logits computed at once.
+        """Return the index of a compiled recipe's counterpart without compilation and recomputation, which
+        computes all logits at once.
         """
         return self._uncompiled[number].bare
 
@@ -118,7 +120,8 @@ class CompiledKinds(LoweredKinds):
                 plainer = candidates[other].setup
                 share = 1 - COMPILED_SHARE
                 if plainer.checkpoint != setup.checkpoint:
-                    # A cache may make recomputed kernels faster than their first run.
+                    # Recomputed kernels may run faster than the first time, because their data may be in the
+                    # GPU's cache.
                     share -= CACHE_SHARE
                 needed = _least_bytes(known, setup, plainer)
                 least = least.at_least(Bound(needed, known.compiled_seconds * share))
@@ -127,13 +130,15 @@ class CompiledKinds(LoweredKinds):
                 own, plain = self._of_uncompiled(number), self._of_uncompiled(other)
                 seconds = 0.0
                 if candidates[other].setup.micro_batches < setup.micro_batches:
-                    # Each micro-batch launches all kernels again, so more of them are hardly faster.
+                    # More micro-batches are hardly faster than fewer, because each launches all kernels
+                    # again.
                     seconds = known.seconds * (1 - PIECES_SHARE)
                     if own and plain:
                         more = own.compiled_seconds - plain.compiled_seconds
                         seconds = max(seconds, (known.seconds + more) * (1 - REST_SHARE))
                 elif own and plain:
-                    # Compiled kernels are fewer, so larger micro-batches save no more of the GPU's seconds.
+                    # There are fewer kernels in compiled code. Larger micro-batches thus save at most as much
+                    # device time as in uncompiled code.
                     saved = max(0.0, plain.device_seconds - own.device_seconds)
                     seconds = (known.device_seconds - saved) * (1 - REST_SHARE)
                 least = least.at_least(Bound(0, seconds))

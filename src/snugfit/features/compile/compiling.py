@@ -8,9 +8,9 @@ none. Attention with such a mask uses a slower kernel that stores every score.
 *The model*: its forward pass is compiled at once, with its loss, as the Trainer's `torch_compile=True` does.
 The recomputation of layers is compiled with them.
 
-In both cases the forward pass is compiled and not the module. So names in a state dict stay, and hooks run
-uncompiled. The recomputation of a compiled layer is outside of its program: the program runs a second time in
-the backward pass.
+In both cases the method `forward` is compiled, not the module. Names in a state dict are therefore unchanged,
+and hooks run uncompiled. A compiled layer is recomputed by running its program a second time in the backward
+pass.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def compile_evaluated(model: torch.nn.Module, wish: CompileWish, *, generates: b
     if wish.is_one_program:
         forward = compiled_function(model.forward, wish)
         without = {} if generates or not _takes_cache(model) else {"use_cache": False}
-        # `generate` reads the names of the arguments.
+        # `generate` reads the names of the forward method's arguments, which `wraps` preserves.
         model.forward = functools.wraps(model.forward)(functools.partial(forward, **without))
         return
     for layer in (layer for layers in _stacks_to_compile(model) for layer in layers):
@@ -64,7 +64,8 @@ def compile_evaluated(model: torch.nn.Module, wish: CompileWish, *, generates: b
 
 def _without_cache(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **keywords: Any) -> Any:
-        # Caches of keys and values are for generation; torch gives up after eight programs of one code.
+        # Training needs no cache of keys and values. With one, torch would give up after compiling the same
+        # code eight times.
         arguments, keywords = without_cache(arguments, keywords)
         return compiled(*arguments, **keywords)
 
@@ -75,25 +76,25 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compile the model's forward pass; evaluation, with batches of any length, runs uncompiled."""
     forward = model.forward
     compiled = compiled_function(forward, wish)
-    # A layer's use of a cache depends on its number, so each layer would get a program of its own.
+    # Each layer accesses the cache by its own number, so each would be compiled separately.
     without = {"use_cache": False} if _takes_cache(model) else {}
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        # Evaluation has batches of any length; each would be compiled again.
+        # Evaluation has batches of any length, and each new length would be compiled.
         if not model.training or model not in _BEFORE:
             return forward(*arguments, **keywords)
         out = compiled(*arguments, **{**without, **keywords})
         return _with_own_numbers(out) if wish.records_graphs else out
 
-    # `vars` has an earlier forward only if a library replaced it on the object.
+    # `vars` contains `forward` only if a library replaced it on this object.
     _BEFORE[model] = vars(model).get("forward"), run
     model.forward = run
 
 
 def _with_own_numbers(out: Any) -> Any:
-    """Return a model's output with its scalars (a loss) cloned, because the next replay of the CUDA graph
-    overwrites them.
+    """Return a model's output with its scalars (such as the loss) cloned, because the next replay of the CUDA
+    graph overwrites them.
     """
     import torch
 
@@ -137,7 +138,7 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     """Return Python lines that compile a job's `model` in a script without snugfit, in the same way. With
     `trainer` a whole model is compiled by the Trainer's arguments. Raises `RecipeError` where plain torch is
     not enough."""
-    # A script has no pass that keeps random numbers (`memory_budget.py`).
+    # A generated script does not contain the graph pass that keeps random numbers (`memory_budget.py`).
     if wish.budget < 1 and job.stated_dropout():
         raise RecipeError(
             "the layers have dropout. With a budget torch draws other random numbers for it in the "
@@ -169,7 +170,7 @@ def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ..
     if wish.autocast == "around":
         arguments = f"model.forward, {how}" if how else "model.forward"
         return without_cache, f"model.forward = torch.compile({arguments})"
-    # The Trainer's own `torch_compile` puts autocast within.
+    # The Trainer's own `torch_compile` puts autocast within the compiled code.
     if trainer:
         return ()
     return (
@@ -193,7 +194,7 @@ def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callabl
     """Return a module's forward pass compiled by `torch.compile` with these options."""
     import torch
 
-    # Only torch's defaults need no backend of our own.
+    # torch's own backend suffices for these defaults; all other settings need the one defined here.
     if wish.budget == 1 and wish.autocast == "around":
         compiled: Callable[..., Any] = torch.compile(forward, **compile_arguments(wish))
         return compiled
@@ -263,7 +264,7 @@ def run_as_written(model: torch.nn.Module) -> None:
     for module in model.modules():
         if module in _BEFORE:
             before, run = _BEFORE.pop(module)
-            # A library wrapped the compiled forward pass, and its wrapper must stay.
+            # If a library wrapped the compiled forward pass later, its wrapper must stay.
             if run is not None and vars(module).get("forward") is not run:
                 continue
             del module.forward
@@ -274,7 +275,8 @@ def run_as_written(model: torch.nn.Module) -> None:
 _BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
     WeakKeyDictionary()
 )
-"""Compiled modules, each with its earlier forward method; for a whole model also with the compiled one."""
+"""Earlier forward method of each compiled module; for a model that was compiled as a whole, also the compiled
+one."""
 
 
 OUTPUT = "-o"
@@ -296,12 +298,12 @@ def whole_files() -> Iterator[None]:
 
     def compile_and_rename(command: str, cwd: str) -> None:
         words = shlex.split(command)
-        # The option must have a value after it.
+        # The value of the option is the word after it.
         at = words.index(OUTPUT) + 1 if OUTPUT in words[:-1] else None
         if at is None:
             return compile_now(command, cwd)
         target = Path(words[at])
-        # The process and the thread make the name unique: compilers run in parallel.
+        # Compilers run in parallel, so the name contains the process and the thread.
         written = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
         words[at] = str(written)
         try:

@@ -17,22 +17,23 @@ class CompileWish:
     """
 
     what: str = "layers"
-    """`layers`: each of the repeated layers, by itself; `model`: its forward pass, as one."""
+    """Compiled part: `layers` compiles each repeated layer by itself, `model` the model's forward pass as a
+    whole."""
 
     backend: str = "inductor"
-    """Compiler of a traced graph, by torch's name."""
+    """Compiler of a traced graph, by torch's name (`torch.compile(backend=...)`)."""
 
     mode: str = "default"
-    """Set of `inductor`'s options, by torch's name."""
+    """Set of Inductor's options, by torch's name (`torch.compile(mode=...)`)."""
 
     autocast: str = "around"
-    """Position of autocast. `around` the compiled code, whose backward pass is then traced under it too; or
-    `within` it, whose backward pass is traced without.
+    """Position of autocast. `around` the compiled code: its backward pass is traced under autocast too.
+    `within` it: its backward pass is traced without autocast.
     """
 
     budget: float = 1.0
-    """Share of the bytes beyond its inputs that a compiled program may keep for its backward pass; the rest
-    is computed again.
+    """Share of the bytes beyond its inputs that a compiled program may keep for its backward pass. It
+    computes the rest again.
     """
 
     @property
@@ -60,4 +61,5 @@ class CompileWish:
 
 
 COMPILE = Wish[CompileWish | None]("compile", CompileWish | None, None, touches=("passes",), lowers=True)
-"""The field `compile`: compiled parts, inside of recomputed ones; None compiles nothing."""
+"""The field `compile` of a `Setup`: the parts to compile, inside of recomputed layers. None compiles nothing.
+"""

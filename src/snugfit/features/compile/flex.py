@@ -1,14 +1,14 @@
-"""torch's flex_attention: one kernel that a compiler writes from the model's own masks.
+"""torch's flex_attention: one attention kernel that the compiler generates from the model's own mask.
 
-transformers turns a mask into blocks of 128 x 128 scores. The kernel skips blocks without a counted score:
-padding, positions outside of a window, other sequences of a packed row. The matrix of scores never exists as
-a whole. The backward pass needs no 32-bit copy of the queries' gradient, as the other fused kernels do.
+transformers divides the mask into blocks of 128 x 128 scores. The kernel skips blocks that are masked
+completely: padding, positions outside of a window, other sequences in the same row. The matrix of all scores
+never exists. Unlike other fused kernels, its backward pass needs no fp32 copy of the queries' gradient.
 transformers compiles the kernel at its first call; the rest of the model is not compiled.
 
-It needs Triton and a GPU: torch's flex_attention has no backward pass on a CPU. Without a mask, or with a
-causal one, `sdpa` has kernels that are written by hand. Its predicted seconds are those of flash attention
-over all positions, without a discount for masked blocks. A Llama-3.2-1B on an H200 took the predicted bytes
-and a tenth less time. Its first step took 19 s; the compilation of attention in it is not predicted.
+The technique needs Triton and a GPU, because flex_attention has no backward pass on a CPU. Without a mask, or
+with a causal one, `sdpa` has hand-written kernels. The predicted seconds are those of flash attention over
+all positions, without a discount for masked blocks. A Llama-3.2-1B on an H200 took the predicted bytes and a
+tenth less time. Its first step took 19 s; the time to compile the attention is not predicted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from snugfit.techniques.counterpart import Counterpart
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-"""Keys of configs with the dropout of attention scores."""
+"""Keys of model configs that have the dropout rate of attention scores."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ class CompileHandler(Handler):
             compile_parts(model, value)
 
     def evaluated_model(self, value: CompileWish | None, loop: Any, build: Callable[[], Any]) -> Any:
-        """Build the usual model with `build`, compile it for an evaluation, and return it."""
+        """Build the job's model with `build`, compile it for an evaluation, and return it."""
         model = build()
         if value is not None:
             compile_evaluated(model, value, generates=loop.job.added_phase is not None)
@@ -59,7 +59,7 @@ class CompileHandler(Handler):
         """Compile an existing model like a new one, and yield a line that describes the change. Parts
         compiled for another recipe are restored first.
         """
-        # Recomputed layers wrap compiled ones, so they are taken off first.
+        # The wrappers of recomputation enclose compiled layers, so they are removed first.
         unwrap_layers(live)
         run_as_written(live.model)
         self.wrap(value, live.model)

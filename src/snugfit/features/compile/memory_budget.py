@@ -33,7 +33,7 @@ class InductorWithin:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        # torch reads the budget at the cut only; other programs of the process are cut as usual.
+        # torch reads the budget when it partitions the graph. Other programs of the process are not affected.
         with within_budget(self.budget):
             return compile_fx(graph, inputs, config_patches=list_mode_options(self.mode))
 
@@ -64,7 +64,8 @@ def within_budget(budget: float) -> Iterator[None]:
         return
     with (
         functorch.patch(activation_memory_budget=budget),
-        # torch may draw again in backward, with other numbers (issues 190717 and 190758 in 2.11 and 2.13).
+        # Without this pass, torch may draw again in backward, with other numbers (issues 190717 and 190758 in
+        # 2.11 and 2.13).
         inductor.patch(joint_custom_post_pass=_keeper()(budget)),
     ):
         yield
@@ -91,17 +92,17 @@ def _keeper() -> Any:
 
             for node in graph.nodes:
                 if _draws(node):
-                    # A budget of 0 ignores the mark.
+                    # With a budget of 0, torch ignores the mark.
                     if self.budget == 0:
                         raise RecipeError(DRAWS_ANEW)
-                    # Seeds have a few bytes; torch makes the masks from them.
+                    # A mark costs a few bytes: torch keeps the random seed and computes the mask from it.
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> Any:
             """Return the version of this graph pass, which torch includes in the keys of its
             compile caches.
             """
-            # torch's caches on the disk have the budget in their keys already.
+            # The keys of torch's disk caches contain the budget already.
             return "snugfit: random numbers are kept"
 
     return KeepRandom
@@ -120,5 +121,5 @@ def _draws(node: Any) -> bool:
         return False
     names = [argument.name for argument in operator._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    # Attention is tagged as random, but draws only with dropout.
+    # Attention is tagged as random, but draws random numbers only with dropout.
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0

@@ -9,13 +9,13 @@ from snugfit.prediction.startup import operator_of
 from snugfit.rehearsal.trace.trace import GENERATED
 
 STARTING = 4.5
-"""Seconds to start torch.compile: its imports, its processes, tracing."""
+"""Seconds until torch.compile compiles the first kernel: imports, start of its worker processes, tracing."""
 
 GENERATED_KERNEL = 0.115
-"""Seconds to compile a kernel that torch.compile generates, with the share of its program."""
+"""Seconds to compile one kernel that torch.compile generates, with a share of the code around the kernels."""
 
 IN_WHOLE = 0.027
-"""Seconds to compile a kernel of a whole model's program, in which equal layers share nothing.
+"""Seconds to compile one kernel of a model that is compiled as a whole, in which equal layers share nothing.
 
 `STARTING` and `GENERATED_KERNEL`: seven models whose layers were compiled one by one on the host of one H200,
 torch 2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with one 1.3 to
@@ -41,5 +41,5 @@ WHOLE_SECONDS = (
 def compile_seconds(kernels: Collection[Any], in_programs: int) -> float:
     """Return the seconds of compiling in a first step, without a cache of an earlier run."""
     generated = {kernel for kernel in kernels if operator_of(kernel).startswith(GENERATED)}
-    # Equal layers share their kernels; a whole model's program compiles each.
+    # Equal layers share their kernels if compiled one by one. In a whole model's program each is compiled.
     return IN_WHOLE * in_programs + (STARTING + GENERATED_KERNEL * len(generated))

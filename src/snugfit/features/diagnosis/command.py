@@ -109,12 +109,12 @@ def _content(log: str | None) -> tuple[bytes, str]:
             content = path.read_bytes()
         where = str(path)
     else:
-        # Python has no stdin where the shell closed it.
+        # `sys.stdin` is None if the shell closed it.
         if sys.stdin is None or (log is None and sys.stdin.isatty()):
             raise UsageError(
                 "No log given. Name a file, or pipe one: snugfit why-oom LOG, or ... | snugfit why-oom -"
             )
-        # One byte more shows that the input is too long.
+        # One byte beyond the limit shows that the input is too long.
         content, where = sys.stdin.buffer.read(LARGEST_INPUT + 1), "stdin"
         if len(content) > LARGEST_INPUT:
             raise UsageError(f"stdin: more than {LARGEST_INPUT:,} bytes.{hint}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 SIMILAR = 0.25
-"""Largest share by which a run's bytes may exceed the predicted step's for both to be the same job."""
+"""Largest relative excess of a run's bytes over the predicted ones at which both count as the same job."""
 
 
 def compare(
@@ -41,7 +41,7 @@ def compare(
     more = _further_bytes(diagnosis, prediction)
     notes = (*diagnosis.notes, *_about_differences(prediction, more, missed=missed), *request.doubts)
     if prediction.fits and prediction.memory_bytes and _is_similar(more, prediction):
-        # The run needed `more` beyond the step, so the changes must leave that too.
+        # The run used `more` bytes beyond the predicted step, so they must stay free as well.
         prediction = replace(prediction, memory_bytes=prediction.memory_bytes - more)
     for changes in hooks("changes_that_fit"):
         [prediction] = changes().with_ways_out(request, [prediction])

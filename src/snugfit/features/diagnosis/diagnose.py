@@ -19,7 +19,7 @@ ON_GPU = frozenset({
     FailureKind.SHORTAGE, FailureKind.FRAGMENTATION, FailureKind.OUTSIDE, FailureKind.LIBRARY,
     FailureKind.UNCLEAR,
 })  # fmt: skip
-"""Kinds of failures for which the predicted step and smaller recipes matter."""
+"""Kinds of failures in GPU memory, for which the report shows the predicted step and smaller recipes."""
 
 
 def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | None]:
@@ -97,7 +97,7 @@ def _of_snapshot(snapshot: SnapshotFacts) -> tuple[Diagnosis, tuple[int, int] | 
         changes=general_changes(kind, expandable=snapshot.segments.expandable),
         notes=notes,
     )
-    # The trace has the size of the block, rounded up to 512 bytes.
+    # A snapshot has the block's size, rounded up to a multiple of 512 bytes.
     return diagnosis, None if requested is None else (max(1, requested - 511), requested)
 
 
@@ -166,14 +166,14 @@ def general_changes(kind: FailureKind, *, expandable: bool = False) -> tuple[Sug
 
 
 CONTEXT = 1 * GIB
-"""Bytes of GPU memory that a process needs outside of PyTorch's allocator: the CUDA context and its
+"""Assumed bytes of GPU memory that a process needs outside of PyTorch's allocator: CUDA context and
 libraries. Measured contexts have 0.4 to 0.8 GiB (`job/gpus.json`)."""
 
 FEW = 0.02
-"""Share of a GPU's memory below which unallocated memory makes no difference to a run."""
+"""Share of a GPU's memory below which reserved but unallocated memory is no reason for a failure."""
 
 MANY = 0.05
-"""Share of a GPU's memory above which memory outside of PyTorch counts as a reason."""
+"""Share of a GPU's memory above which memory outside of PyTorch counts as a reason for a failure."""
 
 
 def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tuple[str, ...]]:
@@ -185,7 +185,8 @@ def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tup
     total, free = ledger.total_bytes, ledger.free_bytes
     unallocated = ledger.unallocated_bytes or 0
     if free >= requested:
-        # Snapshots omit a limit of the process, under which only fragments can be free.
+        # A snapshot does not have the memory limit of the process. If there is one, only fragments can be
+        # free.
         kind = FailureKind.FRAGMENTATION if unallocated >= requested else FailureKind.UNCLEAR
         return kind, _with_enough_free(requested, free, unallocated), ()
     foreign = _foreign_bytes(ledger)
@@ -209,7 +210,7 @@ def _foreign_bytes(ledger: Ledger) -> int:
     process.
     """
     if ledger.others_bytes is not None and ledger.process_bytes is not None:
-        # Without reserved bytes, no part of this process counts as foreign.
+        # Without figures of reserved bytes, none of the process's bytes count as foreign.
         own = max(0, ledger.process_bytes - (ledger.reserved_bytes or ledger.process_bytes) - CONTEXT)
         return ledger.others_bytes + own
     return max(0, (ledger.outside_bytes or 0) - CONTEXT)
@@ -233,7 +234,7 @@ def _decide_within_limit(
     reserved = (ledger.allocated_bytes or 0) + (ledger.unallocated_bytes or 0)
     within = Ledger(
         total_bytes=allowed,
-        # The request failed within the limit, so less than it was free there.
+        # The request failed within the process's limit, so less than its size was free there.
         free_bytes=min(max(0, allowed - reserved), requested - 1),
         allocated_bytes=ledger.allocated_bytes,
         unallocated_bytes=ledger.unallocated_bytes,

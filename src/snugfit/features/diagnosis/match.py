@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 
 SMALL, SMALL_SEGMENT = 1 * MIB, 2 * MIB
 LARGE_FROM, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
-"""Sizes of segments in CUDACachingAllocator.cpp: an error message has the size of the segment, not of the
-tensor."""
+"""Sizes of segments in bytes, from CUDACachingAllocator.cpp. An error message has the segment's size instead
+of the tensor's."""
 
 SHOWN = 3
-"""Largest number of candidates in a report."""
+"""Largest number of tensors in a report that the failed request may have been for."""
 
 VOCABULARIES = {
     30_522: "BERT", 32_000: "Llama 2, Mistral", 50_257: "GPT-2", 50_265: "RoBERTa",
     128_256: "Llama 3", 129_280: "DeepSeek-V3", 151_936: "Qwen", 152_064: "Qwen", 201_088: "gpt-oss",
     202_048: "Llama 4", 248_320: "Qwen 3.5", 250_002: "XLM-R", 256_000: "Gemma", 262_208: "Gemma 3",
 }  # fmt: skip
-"""Common vocabulary sizes, for guesses of logits."""
+"""Common vocabulary sizes with their models, for guesses that the failed request was for logits."""
 
 TOKENS = 512
-"""Multiple of which the number of tokens in a guess must be."""
+"""Multiple of which a guessed number of tokens must be."""
 
 GUESS_FROM = 64 * MIB
-"""Smallest request in bytes for a guess: smaller ones have too many explanations."""
+"""Smallest failed request in bytes for which a shape is guessed. Smaller requests have too many explanations.
+"""
 
 
 def tensor_sizes(least: int, most: int) -> tuple[int, int]:
@@ -44,9 +45,9 @@ def tensor_sizes(least: int, most: int) -> tuple[int, int]:
     if least <= SMALL_SEGMENT <= most:
         return 1, SMALL
     if least <= LARGE_SEGMENT <= most:
-        # 20 MiB may also be one large tensor, rounded up, so the upper bound is not 10 MiB.
+        # A segment of 20 MiB may also be for one large tensor, so 10 MiB is no upper bound.
         return SMALL + 1, most
-    # The range covers a rounded figure, and only multiples of 2 MiB are sizes of segments.
+    # The error's figure is rounded. Segments are multiples of 2 MiB, so only those in its range are possible.
     first, last = -(-least // LARGE_ROUND) * LARGE_ROUND, most // LARGE_ROUND * LARGE_ROUND
     return (first - LARGE_ROUND + 1, last) if 0 < first <= last else (max(1, least), most)
 
@@ -124,7 +125,7 @@ def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:
             if 0 < tokens * entries * width <= most:
                 shape = f"{tokens:,} tokens × {entries:,} of {models}, {dtype}"
                 name = "logits, a copy of them, or their gradient"
-                # The largest power of two that divides a number measures its roundness.
+                # The largest power of two that divides a number of tokens measures how round it is.
                 yield tokens & -tokens, _as_guess(name, tokens * entries * width, shape)
 
 

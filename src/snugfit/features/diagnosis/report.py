@@ -79,7 +79,7 @@ def _ledger_table(ledger: Ledger) -> PlainTable:
     own = None
     if ledger.process_bytes is not None and ledger.reserved_bytes is not None:
         own = max(0, ledger.process_bytes - ledger.reserved_bytes)
-    # This sum of the two rows above is shown where neither of them is known.
+    # The sum of the two rows above is shown only if neither of them is known.
     rest = outside if own is None and ledger.others_bytes is None else None
     lines = (
         ("GPU in total", ledger.total_bytes, "without the driver's reserve"),

@@ -16,21 +16,21 @@ class FailureKind(StrEnum):
     """Causes of out-of-memory failures, such as fragmentation."""
 
     SHORTAGE = "shortage"
-    """Live tensors and the request need more than the GPU has."""
+    """Live tensors and the failed request together need more memory than the GPU has."""
     FRAGMENTATION = "fragmentation"
-    """PyTorch had reserved enough unallocated memory, in pieces that did not serve the request."""
+    """PyTorch had reserved enough unallocated memory, but in pieces that were too small for the request."""
     OUTSIDE = "outside PyTorch"
-    """Memory of other processes, or of other libraries in this process, left too little."""
+    """Other processes, or other libraries in this process, used too much GPU memory."""
     LIBRARY = "library"
     """A library or the driver failed to allocate GPU memory outside of PyTorch's allocator."""
     HOST = "host"
-    """The memory of the host was short."""
+    """The host had too little memory."""
     SHARED_MEMORY = "shared memory"
-    """The host's shared memory, through which loader workers pass batches, was short."""
+    """The host had too little shared memory, through which data loader workers pass batches."""
     UNCLEAR = "unclear"
-    """GPU memory was short, and the text has too few figures for the reason."""
+    """GPU memory was too small, but the text has too few figures to find the reason."""
     NO_FAILURE = "no failure"
-    """A snapshot without a failed request."""
+    """The input is a snapshot without a failed request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +40,21 @@ class Ledger:
     """
 
     total_bytes: int | None = None
-    """Memory of the GPU."""
+    """Bytes of the GPU's total memory."""
     free_bytes: int | None = None
-    """Memory that the driver could still hand out."""
+    """Bytes of GPU memory that no process used."""
     process_bytes: int | None = None
-    """Memory of this process, with the CUDA context and the memory of libraries."""
+    """Bytes of GPU memory of this process, including its CUDA context and its libraries."""
     allocated_bytes: int | None = None
     """Bytes of live tensors in PyTorch's allocator."""
     unallocated_bytes: int | None = None
-    """Bytes that PyTorch's allocator had reserved, and that no tensor used."""
+    """Bytes that PyTorch's allocator had reserved and not given to a tensor."""
     graphs_bytes: int | None = None
-    """Bytes of live tensors in private pools, such as those of CUDA graphs."""
+    """Bytes of live tensors in private pools of the allocator, such as those of CUDA graphs."""
     others_bytes: int | None = None
-    """Memory of other processes."""
+    """Bytes of GPU memory of other processes."""
     allowed_bytes: int | None = None
-    """Limit that the process set for itself."""
+    """Memory limit in bytes that the process set for itself."""
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -76,23 +76,24 @@ class RequestedTensor:
     """A tensor whose allocation may have failed."""
 
     module: str
-    """Dotted name of the module. Layers of one stack share a name. Empty for the training loop."""
+    """Dotted name of the module that requests the tensor. Repeated layers share a name. Empty for the
+    training loop."""
     operator: str
-    """Operator that requests the tensor, by torch's name."""
+    """Operator that requests the tensor, such as `aten::mm`."""
     phase: str
-    """Phase of the step, such as `forward`; empty for a guess."""
+    """Phase of the training step, such as `forward`; empty for a guess."""
     kind: str
-    """Use of the bytes, such as `activations`."""
+    """Use of the tensor, such as `activations`."""
     bytes: int
     """Requested bytes of one such tensor."""
     count: int
     """Number of such tensors in one predicted step; 0 for a guess."""
     shapes: str
-    """Shapes of the operator's inputs, or the guessed shape; empty where unknown."""
+    """Shapes of the operator's inputs, or the guessed shape; empty if unknown."""
     live_bytes: int | None
-    """Predicted bytes of live tensors before the request; null for a guess."""
+    """Predicted bytes of live tensors just before the request; null for a guess."""
     guess: bool
-    """True if no predicted step was compared: only the size fits."""
+    """True if no predicted step was available, so that the tensor is a guess from its size alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +101,11 @@ class LiveTensors:
     """Live tensors of a memory snapshot that one line of code allocated."""
 
     code: str
-    """Function, file and line of the innermost frame outside of PyTorch."""
+    """Function, file and line of the innermost stack frame outside of PyTorch."""
     bytes: int
-    """Requested bytes of all of them."""
+    """Requested bytes of all tensors that this line allocated."""
     count: int
-    """Number of these tensors."""
+    """Number of live tensors that this line allocated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +113,13 @@ class SegmentUse:
     """Use of the allocator's segments (blocks from cudaMalloc) in a memory snapshot."""
 
     segments: int
-    """Number of all segments."""
+    """Number of memory segments that the allocator has reserved."""
     partly_used: int
-    """Number of segments with both live tensors and unallocated memory."""
+    """Number of segments that contain both live tensors and unallocated memory."""
     unallocated_bytes: int
-    """Unallocated bytes in all segments."""
+    """Unallocated bytes in all segments together."""
     largest_free_bytes: int
-    """Size of the largest unallocated piece."""
+    """Bytes of the largest unallocated block in any segment."""
     expandable: bool
     """True if segments grow in place (`expandable_segments`)."""
 
@@ -130,9 +131,9 @@ class SuggestedChange:
     """
 
     change: str
-    """The change, as text."""
+    """The proposed change, as a sentence or a setting."""
     effect: str
-    """Its effect and its cost."""
+    """Effect of the change on memory, and its cost in time or accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,25 +145,26 @@ class Diagnosis(JsonDocument):
     kind: FailureKind
     """Kind of the failure."""
     summary: str
-    """The reason in one or two sentences."""
+    """The reason of the failure in one or two sentences."""
     source: str
-    """The input: `text` or `snapshot`."""
+    """Sort of input: `text` (a log) or `snapshot` (of PyTorch's allocator)."""
     line: int | None = None
-    """Number of the log's line with the error; null for a snapshot."""
+    """Number of the line with the error in the log; null for a snapshot."""
     rank: int | None = None
-    """Rank of the process that failed; null where the log names none."""
+    """Rank of the failed process; null if the log names none."""
     device: int | None = None
-    """Index of the GPU; null where it is unknown."""
+    """Index of the GPU that ran out of memory; null if unknown."""
     further_errors: int = 0
-    """Number of further errors of this sort in the log."""
+    """Number of further memory errors in the log."""
     requested_bytes: int | None = None
-    """Size of the failed request. A text has the allocator's size: at least 2 MiB, mostly in steps of 2."""
+    """Bytes of the failed request. Error messages have the size of the allocator's segment: at least 2 MiB,
+    mostly in steps of 2."""
     traceback: str = ""
-    """The last line of code of the traceback, with its place."""
+    """The innermost line of code of the traceback, with its file and line number."""
     phase: str = ""
-    """Phase of the step by the traceback; empty where it shows none."""
+    """Phase of the training step, derived from the traceback; empty if unknown."""
     ledger: Ledger | None = None
-    """Memory of the GPU at that moment; null where no figures are available."""
+    """Memory of the GPU at the failure; null without figures."""
     candidates: tuple[RequestedTensor, ...] = ()
     """Tensors that the failed request may have been for."""
     live: tuple[LiveTensors, ...] = ()
@@ -170,8 +172,8 @@ class Diagnosis(JsonDocument):
     segments: SegmentUse | None = None
     """Use of the allocator's segments in a snapshot; null for a text."""
     changes: tuple[SuggestedChange, ...] = ()
-    """Changes that help against failures of this kind, the cheapest first."""
+    """Changes that help against this kind of failure, the cheapest first."""
     ways_out: WaysOut | None = None
-    """Changes with which the predicted step fits; null without a job, or if the predicted step fits."""
+    """Changes of the recipe with which the predicted step fits. Null without a job, or if it fits already."""
     notes: tuple[str, ...] = ()
     """Sentences on the limits of this diagnosis."""

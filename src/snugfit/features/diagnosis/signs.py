@@ -17,13 +17,14 @@ class Sign:
     """A text pattern of log messages, and the cause of an out-of-memory failure that it indicates."""
 
     words: tuple[str, ...]
-    """Words of which one is in each such line. A search for them is much faster than the pattern."""
+    """Substrings of which each line with this error has at least one. A search for them is much faster than
+    the pattern."""
     pattern: re.Pattern[str]
     kind: FailureKind
     summary: str
-    """Sentences for the report. `{0}` is the text that the pattern found."""
+    """Sentences about the error for the report. `{0}` is replaced by the text that the pattern found."""
     certain: bool = True
-    """False for wordings that other failures have too. They count only if no certain one is found."""
+    """False for patterns that also match other failures. They count only if no certain one matches."""
 
 
 def _sign(
@@ -35,17 +36,17 @@ def _sign(
 REQUEST = re.compile(
     r"(?:[Tt]ried\s+to\s+allocate\s+|Requested {10,}: )(?P<size>[\d.]{1,20}\s?(?:bytes|[KMGT]?i?B))"
 )
-"""Regular expression of a failed request in a message of PyTorch's allocators: its own, and
+"""Pattern of a failed request in error messages of PyTorch's CUDA allocators, both its own and
 `cudaMallocAsync`."""
 
 BEGINNINGS = ("Tried", "tried", "Requested ")
-"""First words of a request, which are found much faster than the pattern."""
+"""First words of the message of a failed request. A search for them is much faster than the pattern."""
 
 CPU_REQUEST = re.compile(r"you tried to allocate (\d+) bytes")
 KILLED_BYTES = re.compile(r"anon-rss:(\d+)kB")
 
 SIGNS = (
-    # `text.py` gives this sign to requests with figures too, so it is the first.
+    # This sign comes first, because `text.py` also uses it for requests with figures.
     _sign(
         ("out of memory", "exceed allowed memory"),
         # Prose about `out of memory errors` is no failure.
@@ -100,7 +101,7 @@ SIGNS = (
         "The host had no memory left for a tensor.",
     ),
     _sign(
-        # `Out` and `out` have this part in common.
+        # `Out` and `out` share this substring.
         ("ut of memory: Kill",),
         r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+",
         FailureKind.HOST,
@@ -185,13 +186,13 @@ SIGNS = (
         certain=False,
     ),
 )
-"""All wordings of failures. In a log the first certain one counts."""
+"""Patterns of all known failures. The first certain match in a log counts."""
 
 FOREIGN = re.compile(
     r"RESOURCE_EXHAUSTED|XlaRuntimeError|JaxRuntimeError|ResourceExhaustedError"
     r"|OOM when allocating tensor with shape"
 )
-"""Wordings of JAX and TensorFlow, whose logs are refused."""
+"""Pattern of error messages of JAX and TensorFlow, whose logs cannot be diagnosed."""
 
 KERNEL_LIMIT = re.compile(r"out of resources?: (?:shared memory|registers)")
-"""Triton's wording for a kernel that needs more of a multiprocessor than the GPU has."""
+"""Pattern of Triton's message for a kernel that needs more registers or shared memory than the GPU has."""

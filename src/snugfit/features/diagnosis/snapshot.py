@@ -23,20 +23,20 @@ from snugfit.errors import UsageError
 from snugfit.features.diagnosis.result import Ledger, LiveTensors, SegmentUse
 
 MOST_ENTRIES = 5_000_000
-"""Largest number of blocks and events of a snapshot that is read. Shared references can make a small file
-endless."""
+"""Largest number of blocks and events that are read from a snapshot. A malicious small file may refer to one
+list many times."""
 
 MOST_FRAMES = 200
-"""Largest number of frames of a stack that are searched for code outside of PyTorch."""
+"""Largest number of stack frames that are searched for code outside of PyTorch."""
 
 LARGEST = 1 << 60
-"""Largest size in bytes that is accepted in a snapshot."""
+"""Largest size in bytes that a snapshot may give for a block."""
 
 SHOWN = 8
-"""Number of lines of code in the table of live tensors."""
+"""Number of lines of code in the table of the largest live tensors."""
 
 _SEGMENTS = {"segment_alloc": -1, "segment_map": -1, "segment_free": 1, "segment_unmap": 1}
-"""Sign of each kind of later event in the reserved bytes of an earlier moment."""
+"""Sign of each event for computing earlier reserved bytes: an allocation is subtracted, a free added."""
 
 _OF_TORCH = ("/torch/", "torch/nn/", "<eval_with_key>", "??")
 
@@ -56,10 +56,10 @@ class SnapshotFacts(NamedTuple):
     segments: SegmentUse
     live: tuple[LiveTensors, ...]
     requested: int | None
-    """Bytes of the last failed request; None without one."""
+    """Bytes of the last failed request; None if none failed."""
     failures: int
     traceback: str
-    """The line of code of the failed request."""
+    """The line of code that made the failed request."""
     notes: tuple[str, ...]
 
 
@@ -131,7 +131,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     notes: list[str] = []
     if failures:
         failure = trace[index]
-        # In an `oom` event, the field of the address has the free bytes.
+        # An `oom` event has the free bytes in the field for the address.
         free_bytes = _size(failure.get("device_free", failure.get("addr", 0)))
         alive = _rewind(alive, trace, index, places)
         reserved += sum(_SEGMENTS.get(entry["action"], 0) * _size(entry["size"]) for entry in trace[index:])
@@ -192,7 +192,7 @@ def _rewind(
     """Return the live memory blocks before event `index` of a snapshot's history, computed back from those at
     its end.
     """
-    # Blocks that were freed after the failure have their frames in their allocation.
+    # A block that was freed after the failure has its stack frames only in its allocation event.
     sources = (
         {entry["addr"]: entry for entry in trace[:index] if entry["action"] == "alloc"}
         if len(trace) > index + 1
@@ -203,7 +203,7 @@ def _rewind(
         address = entry.get("addr", 0)
         if entry["action"] == "alloc":
             alive.pop(address, None)
-        # A requested free may wait for another stream; only a completed one frees the block.
+        # A requested free may wait for another stream, and only a completed one frees the block.
         elif entry["action"] == "free_completed":
             frames = sources.get(address, {}).get("frames")
             alive[address] = LiveBlock(_size(entry["size"]), places.of(frames))
@@ -236,7 +236,7 @@ def _place(frames: Sequence[Any]) -> str:
     ]
     if not named:
         return UNKNOWN
-    # torch records frames of C++ too, unless `stacks="python"` is set.
+    # torch also records C++ frames, unless `stacks="python"` is set.
     python = [frame for frame in named if frame[1].endswith(".py")] or named
     own = [frame for frame in python if not any(part in frame[1] for part in _OF_TORCH)]
     name, file, line = (own or python)[0]
@@ -290,10 +290,10 @@ PLAIN = (
     pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS,
     pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
 )  # fmt: skip
-"""Pickle instructions that the reader executes."""
+"""Pickle instructions that the reader executes. It refuses all others, which could run code."""
 
 _PYTHON_READER: Any = vars(pickle)["_Unpickler"]
-"""The standard library's reader in Python. Its table of instructions can be replaced, unlike that in C."""
+"""The standard library's unpickler in Python, whose table of instructions can be replaced, unlike in C."""
 
 
 class _PlainReader(_PYTHON_READER):  # type: ignore[misc]
@@ -308,7 +308,7 @@ def read_plain_pickle(content: bytes, where: str) -> Any:
     """
     try:
         return _PlainReader(io.BytesIO(content)).load()
-    # The reader looks up each instruction in `dispatch`.
+    # The unpickler looks up each instruction in `dispatch`, which has only the allowed ones.
     except KeyError as unknown:
         code = unknown.args[0] if unknown.args else None
         if type(code) is int and code in _PYTHON_READER.dispatch and code not in _PlainReader.dispatch:

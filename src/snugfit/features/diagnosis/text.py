@@ -22,7 +22,7 @@ from snugfit.features.diagnosis.signs import (
 from snugfit.units import KIB, show_bytes
 
 MESSAGE = 1600
-"""Largest number of characters of an allocator's message, with its advice."""
+"""Largest number of characters of an allocator's error message, including its advice."""
 
 TRACEBACK_LINES = 400
 """Number of lines before an error that are read as its traceback."""
@@ -35,7 +35,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _LATER_PREFIX = re.compile(r"^.{1,120}?\[rank(\d+)\]:[ ]?")
-"""Regular expression of a rank after a launcher's own prefix, such as a host or a date."""
+"""Pattern of a rank in a log line after the launcher's own prefix, such as a host name or a date."""
 
 _QUOTES = re.compile(r"^(?:> ?)+")
 _RAISED = re.compile(r"^\s*[\w.]{0,200}(?:Error|Exception)\b")
@@ -74,11 +74,11 @@ class LoggedError:
 
     sign: Sign
     wording: str
-    """The text that the sign's pattern matches."""
+    """The part of the line that the pattern of the error matches."""
     line: int
     rank: int | None
     requested: tuple[int, int] | None = None
-    """The least and the largest size of the request that the rounded figure can mean."""
+    """The smallest and largest size in bytes of the failed request that its rounded figure allows."""
     ledger: Ledger | None = None
     device: int | None = None
     traceback: str = ""
@@ -89,7 +89,7 @@ class LoggedError:
 
 def read_log(text: str) -> LoggedError:
     """Return the first out-of-memory error of the lowest rank. Raises `UsageError` for a log without one."""
-    # Progress bars return to the beginning of a line; each of their states becomes a line.
+    # Progress bars return to the begin of their line with `\r`; each of their states becomes a line.
     lines = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
     ranks, plain = _without_prefixes(lines)
     joined = "\n".join(plain)
@@ -114,7 +114,7 @@ def read_log(text: str) -> LoggedError:
     if line > of_rank[0][2]:
         caught = f"Line {of_rank[0][2] + 1:,} has an earlier error, and the run continued after it."
         error = replace(error, notes=(caught, *error.notes))
-    # Lines of other ranks may be between those of this one.
+    # Other ranks' lines may be mixed with the traceback of this one, so more lines are searched.
     before = range(max(0, line - 16 * TRACEBACK_LINES), line)
     own = [plain[one] for one in before if error.rank is None or ranks[one] == error.rank]
     return _with_traceback(error, own)
@@ -140,7 +140,7 @@ def _without_prefixes(lines: Sequence[str]) -> tuple[list[int | None], list[str]
     for text in lines:
         line = _QUOTES.sub("", text) if text.startswith(">") else text
         prefix = _PREFIX.match(line) or ("[rank" in line and _LATER_PREFIX.match(line)) or None
-        # A log has millions of lines. At most one of the groups has a rank.
+        # A log has millions of lines, so one pattern with several groups is used. At most one group matches.
         ranks.append(int(prefix[prefix.lastindex]) if prefix and prefix.lastindex else None)
         plain.append(line[prefix.end() :] if prefix else line)
     return ranks, plain
@@ -163,7 +163,7 @@ def _errors(text: str, *, certain: bool) -> list[tuple[Sign, re.Match[str]]]:
     message with sizes counts once, where the memory was requested.
     """
     starts = [at for word in BEGINNINGS for at in _places(text, word)] if certain else []
-    # `you tried to allocate` is of the CPU's allocator, which has a sign of its own.
+    # The wording `you tried to allocate` is that of the CPU's allocator, which has its own sign.
     possible = (REQUEST.match(text, at) for at in starts if not text.endswith("you ", 0, at))
     matches = [(SIGNS[0], match) for match in possible if match]
     for sign in [one for one in SIGNS if one.certain is certain]:
@@ -266,7 +266,7 @@ def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
     reserved = _RESERVED.search(message)
     if ledger.allocated_bytes is not None and reserved:
         rest = max(0, parse_amount(reserved[1]) - ledger.allocated_bytes)
-        # Until torch 1.3, `cached` excludes allocated memory.
+        # Until torch 1.3, the figure `cached` excludes allocated memory.
         rest = parse_amount(reserved[1]) if "cached" in reserved[0] else rest
         ledger = replace(ledger, unallocated_bytes=rest)
     return _with_processes(ledger, [parse_amount(one) for one in _PROCESS.findall(message)])
@@ -279,7 +279,7 @@ def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple
     """
     notes: tuple[str, ...] = ()
     if ledger.process_bytes is None and processes and ledger.reserved_bytes is not None:
-        # Figures of a message are rounded, so a process may seem to have less than it reserved.
+        # The figures in a message are rounded, so a process may seem to use less than it reserved.
         own = min((one for one in processes if one >= 0.98 * (ledger.reserved_bytes or 0)), default=None)
         if own is not None:
             processes.remove(own)
@@ -358,7 +358,7 @@ def _frames(lines: Sequence[str]) -> list[tuple[str, str, str, str]]:
         if "Traceback (most recent call last)" in line:
             frames, file = [], ""
         elif frame := _FRAME.search(line):
-            # A frame without its source is followed by the next frame.
+            # If the source line is missing, the next frame follows directly.
             code = "" if _FRAME.search(following) else following[max(0, frame.start() - 2) :].strip()
             frames.append((frame[1], frame[2], frame[3], code))
         elif head := _NOTEBOOK_FRAME.match(line):

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 EVALUATED = 3
-"""Interval of the pictures that are for evaluation: every third, so that every writer is in both parts. These
-are 599 pictures; one in a hundred is six of them."""
+"""Interval of the pictures for evaluation: every third one, so that each writer is in both parts of the
+dataset. These are 599 pictures; one in a hundred is six of them."""
 
 BRIGHTEST = 16
 
 Pictures = list[dict[str, Any]]
-"""The type of the samples: `pixel_values` (1, 8, 8) of fp32 from 0 to 1, and `labels`, the digit."""
+"""The type of the pictures: dicts with `pixel_values` (1, 8, 8) in fp32 from 0 to 1, and `labels`, the digit.
+"""
 
 
 def digits() -> tuple[Pictures, Pictures]:

@@ -26,9 +26,9 @@ class Package:
 
     name: str
     version: str | None
-    """Installed version; None without one."""
+    """Installed version; None if the package is not installed."""
     required: bool
-    """True for a package that snugfit cannot run without."""
+    """True if snugfit cannot run without the package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ class Extra:
     """
 
     name: str
-    """Name as in `pip install "snugfit[name]"`."""
+    """Name of the extra in `pip install "snugfit[name]"`."""
     techniques: tuple[str, ...]
-    """Names of the techniques that need the extra."""
+    """Names of the techniques that need packages of this extra."""
     off: str | None
-    """Reason why the techniques are not available, with the remedy; None if they are."""
+    """Reason why the techniques cannot be used, with a remedy; None if they can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +52,17 @@ class GpuStatus:
     name: str
     uuid: str
     compute_capability: tuple[int, int] | None
-    """CUDA compute capability, such as (9, 0); None where it is unknown."""
+    """CUDA compute capability, such as (9, 0); None if unknown."""
     total_bytes: int | None
-    """Bytes of its memory."""
+    """Bytes of the GPU's total memory."""
     used_bytes: int | None
-    """Bytes in use by all processes, now."""
+    """Bytes of GPU memory that all processes use now."""
     reserve_bytes: int | None
-    """The driver's own reserve in bytes; None under drivers that do not separate it."""
+    """Bytes that the driver reserves for itself; None under drivers that do not report them."""
     processes: int | None
-    """Number of processes with a compute context; None where the driver hides them."""
+    """Number of processes with a CUDA context on the GPU; None if the driver hides them."""
     fault: str | None = None
-    """Reason for a missing value of this GPU."""
+    """Reason why a value of this GPU is missing; None if none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,36 +72,36 @@ class Doctor(JsonDocument):
     what: ClassVar = "doctor"
 
     snugfit: str
-    """The version of snugfit."""
+    """The installed version of snugfit."""
     python: str
     """The version of Python."""
     executable: str
-    """The path of the running Python."""
+    """The path of the running Python interpreter."""
     platform: str
-    """Operating system and machine."""
+    """Operating system and processor architecture."""
     packages: tuple[Package, ...]
-    """Required packages first, then optional ones."""
+    """Python packages that snugfit uses: first required, then optional ones."""
     extras: tuple[Extra, ...]
-    """The extras that techniques need."""
+    """Optional groups of packages that techniques need."""
     torch_cuda: str | None
-    """The CUDA version of torch's build; None for a build without CUDA."""
+    """The CUDA version for which torch was built; None for a build without CUDA."""
     cuda_usable: bool
     """True if a measurement can run on a GPU."""
     cuda_reason: str | None
     """Reason why no measurement can run on a GPU; None if one can."""
     asked_torch: bool = False
-    """Always False: versions come from torch's files and NVML, because an import of torch takes seconds."""
+    """Always False: torch's files and NVML give the versions, because an import of torch takes seconds."""
     driver: str | None
-    """The NVIDIA driver's version."""
+    """The version of the NVIDIA driver."""
     nvml: str | None
-    """Reason why NVML does not answer; None when it does."""
+    """Reason why NVIDIA's management library (NVML) gives no data; None if it does."""
     gpus: tuple[GpuStatus, ...]
     """All GPUs of the machine in the order of the PCI bus, regardless of CUDA_VISIBLE_DEVICES."""
     spills: str | None = None
-    """Description of a driver that moves GPU memory to the host when the GPU is full; None for other
-    drivers."""
+    """Description of a driver that moves data from a full GPU to the host's memory; None for other drivers.
+    """
     visible_devices: str | None
-    """CUDA_VISIBLE_DEVICES; None when it is not set."""
+    """Value of the environment variable CUDA_VISIBLE_DEVICES; None if it is not set."""
 
 
 def examine(*, library: Any | None = None, environment: Mapping[str, str] = os.environ) -> Doctor:

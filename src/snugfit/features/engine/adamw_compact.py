@@ -1,16 +1,16 @@
 """snugfit's own AdamW with both moments in 8 bits, in groups of 64 that share a scale, rounded
 stochastically.
 
-State: 2 bytes an element and 8 bytes a group, 2.125 in all against AdamW's 8. Over `bf16_master` it is 2
-more, for the other half of each master. With weight and gradient an element takes 8.125 bytes there.
-`adamw_fused` over `bf16` takes 16 and autocast's copies. On a GPU one kernel, which also clips, reads and
-writes 14.25 bytes an element; `bf16_master` with moments in fp32 has 26. All arithmetic is in fp32; the
-storage of moments is described in `masters/compact.py`.
+The optimizer states take 2.125 bytes per element: 2 for the moments, and 8 per group for the scales. AdamW's
+take 8. With weights of `bf16_master`, the lower half of each fp32 weight takes 2 more. An element then takes
+8.125 bytes in all, with weight and gradient. With `adamw_fused` and `bf16` it takes 16, and autocast's
+copies. On a GPU one kernel, which also clips, moves 14.25 bytes per element; `bf16_master` with fp32 moments
+moves 26. All arithmetic is in fp32; `masters/compact.py` describes the storage of moments.
 
-With `master_bits=24` the other half of a master takes 1 byte: 7.125 bytes an element in all. That is 5.125
-with `released` gradients, and an update moves 12.25. After each update in fp32 a master is rounded by chance
-to one of its two 24-bit neighbours. So updates of less than a unit are not lost, but add up on average
-(`masters/halves.py`).
+With `master_bits=24` the lower half takes 1 byte, and an element 7.125 bytes in all. With `released`
+gradients it takes 5.125, and an update moves 12.25. After each update in fp32, a weight is rounded
+stochastically to one of its two 24-bit neighbours. Small updates are therefore not lost, but add up on
+average (`masters/halves.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class AdamWCompact(Technique):
         halves.
         """
         slots = Slot.ADAPTERS, Slot.PRECISION, *roster.slots_of_several_gpus()
-        # A search fills the last slot last, and stops at the first that it lacks.
+        # During a search the last slots (groups of techniques) may be empty. Reading them first stops at
+        # once.
         setup = setup_of(*reversed([recipe[slot] for slot in reversed(slots)]))
         dtype = setup.trained_dtype(job) if job.trains else "float32"
         if dtype != "float32" and not MASTERS.of(setup):
@@ -73,7 +74,7 @@ class AdamWCompact(Technique):
                 "weights that train are fp32 and have no masters that could have "
                 f"{self.master_bits} bits. Add 'bf16_master', or take 'adamw_compact' as it is."
             )
-        # A kernel updates the weights of one process, whose states no other has.
+        # The kernel needs all weights and states in one process, so techniques for several GPUs are excluded.
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "its states are not supported in several processes. Try 'adamw_8bit' or 'adamw_fused'."
 

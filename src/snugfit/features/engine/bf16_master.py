@@ -1,20 +1,21 @@
 """Technique `bf16_master`: weights, activations and gradients in bfloat16, with updates in 32 bits but
 without a second copy of the weights in fp32.
 
-A trained weight is the bfloat16 nearest to its master. 16 bits in the optimizer's states hold the difference:
-together they are all 32 bits of the master (`masters/halves.py`). So an update is never lost, as
-with `bf16`, and no autocast casts a weight, as with `bf16_pure`. An element takes 14 bytes: weight 2,
-gradient 2, the other half of the master 2, and AdamW's moments 8. `bf16` takes 16 over weights in fp32, and 2
-more for autocast's copies. With `adamw_compact(master_bits=24)` 8 bits hold the difference, and masters are
-rounded by chance.
+A trained weight is the bfloat16 nearest to its master (the weight in fp32). The optimizer stores the
+difference in 16 bits, so that both halves together are the exact fp32 number (`masters/halves.py`). Small
+updates are therefore not lost, as with `bf16`. There is no autocast that casts weights, as with `bf16_pure`.
+An element takes 14 bytes: weight 2, gradient 2, lower half 2, and AdamW's moments 8. `bf16` takes 16 with
+fp32 weights, and 2 more for autocast's copies. With `adamw_compact(master_bits=24)` the difference has 8
+bits, and weights are rounded stochastically.
 
-Beside adapters the frozen weights are bfloat16 alone. Adapters, which peft creates in fp32, are split in two
-halves, so the model's products with them take 16 bits. peft's files have the first halves.
+Next to adapters, the frozen weights are bfloat16 without a lower half. Adapters, which peft creates in fp32,
+are split in two halves, so that matrix products with them are in 16 bits. Files saved by peft contain only
+the bfloat16 halves.
 
-It differs from `bf16` in the same way as `bf16_pure`. Normalisations, softmax and sums of layers are computed
-in bfloat16 unless a model's own code widens them, and gradients are bfloat16. Autograd adds up the gradients
-of micro-batches in bfloat16, each addition rounded to 8 significant bits. So with many of them the gradient
-is less exact than the fp32 gradients of `bf16`.
+The results differ from those of `bf16` in the same way as with `bf16_pure`. Normalisations, softmax and sums
+of layers are computed in bfloat16, unless the model's own code casts them to fp32. Gradients are bfloat16
+too. Autograd sums those of several micro-batches in bfloat16, and rounds each sum to 8 significant bits. With
+many micro-batches, the gradient is less exact than the fp32 gradients of `bf16`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Bf16Master(Technique):
         """Set fields of the Setup: weights split in two halves, no autocast, and an optimizer that updates
         both.
         """
-        # The slot of adapters comes first, so the Setup has their field.
+        # The slot of adapters precedes this one, so the Setup contains their fields already.
         adds = any(wish.freezes for wish in used_wishes(setup))
         return setup.with_precision(weights="bfloat16").with_fields(masters=ADDED if adds else ALL)
 
@@ -74,11 +75,11 @@ class Bf16Master(Technique):
         """Return why plans do not combine `bf16_master` with compiled layers or another optimizer than AdamW;
         empty if they do.
         """
-        # No compiled step with masters was measured.
+        # No compiled step with this optimizer was measured.
         engine = recipe[Slot.ENGINE]
         if engine.alone.lowering is not None:
             return f"never measured with {engine} (--keep '{self} + {engine}' plans with both)"
-        # One kernel updates masters, whichever is named.
+        # The same kernel updates the weights for each named variant of AdamW.
         optimizer, default = recipe[Slot.OPTIMIZER], roster.plain(Slot.OPTIMIZER)
         if optimizer == default or optimizer.install(self.alone) != default.install(self.alone):
             return ""

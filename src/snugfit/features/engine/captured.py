@@ -1,32 +1,32 @@
 """The whole optimizer step as CUDA graphs: the host launches a few graphs instead of thousands of kernels.
 
-A step of eager code is thousands of launches, each of which takes the host some microseconds. With shorter
-kernels the GPU waits for the host: a small model, a short batch, or a fast GPU. A CUDA graph is a recording
-of a step's kernels, which the host replays with one call. The kernels are the same, in the same order, on the
-same numbers: no computation changes, and no code is compiled.
+An eager step launches thousands of kernels, and each launch takes the host some microseconds. If the kernels
+are shorter, the GPU waits for the host. This happens with small models, short batches or fast GPUs. A CUDA
+graph is a recording of kernels, which the host replays with one call. A replay runs the same kernels in the
+same order on the same data: no computation changes, and no code is compiled.
 
-snugfit records four graphs for each layout of a batch. They are the forward pass with the loss, the backward
-pass, the gradients' norm and the update. Between them the host does its usual work: it reads the loss before
-any weight is updated. Batches are copied to the graphs' input memory; learning rates and step counts are on
-the device. The first step with a layout runs without graphs. The second is recorded and replayed, and all
-later ones are replayed.
+snugfit records four graphs for each batch layout (set of tensor shapes): forward pass with loss, backward
+pass, gradient norm, and update. The host works between them as usual: it reads the loss before any weight is
+updated. Batches are copied to the graphs' input memory; learning rates and step counts are on the device. The
+first step with a layout runs without graphs. The second is recorded and replayed, and all later ones are
+replayed.
 
-Padded batches are filled up to a multiple of a number of tokens, so that a few lengths cover all of them. All
-graphs share one memory, as large as the longest needs.
+Padded batches are lengthened to a multiple of a number of tokens, so that few different lengths occur. All
+graphs share one memory pool, which is as large as the longest batch needs.
 
-A graph cannot read the device. So code that reads a number from it, as many routers of experts do, cannot be
-recorded. Such a step runs without graphs, with a message. Nor can a layer that draws random numbers be
-recomputed, since a graph cannot reset the state of a GPU's generator. With checkpointing, models without
-dropout are recorded. Models with dropout are recorded if `selective` keeps attention and the kernels seed
-each other dropout. For optimizers that compute on the host (bitsandbytes', Adafactor, Muon) only the forward
-and backward passes are replayed.
+A step that reads a number from the device cannot be recorded. Many routers of experts do this. Such a step
+runs without graphs, with a message. A layer that draws random numbers cannot be recomputed, because a graph
+cannot reset the state of a GPU's generator. With checkpointing, models without dropout are recorded. Models
+with dropout are recorded only if `selective` keeps attention, and all other dropout has its own seeds. For
+optimizers that compute on the host (bitsandbytes', Adafactor, Muon), only forward and backward passes are
+replayed.
 
-In text generation, each decode step is a graph (`replay/decode.py`). Its cache is static, in place of a
-dynamic one. The host still chooses the token by transformers' own code. A CPU records nothing, and such a
-generation is refused there.
+In text generation, each decode step is a graph (`replay/decode.py`). The key-value cache is static instead of
+dynamic. The host still chooses the next token by transformers' own code. On a CPU nothing can be recorded, so
+generation with this technique is refused.
 
-Plans for one GPU search it for training. Its passes are the eager ones, so they need no second simulation
-(`parts.py`), except for padded batches.
+Plans for training on one GPU try this technique. Forward and backward passes have the same kernels as in an
+eager step. They need no second simulation (`parts.py`), except for padded batches.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Captured(Technique):
         if not job.trains:
             yield from _objections_without_training(job, recipe)
             return
-        # The host reads the scaler's flag after each step.
+        # The host reads the gradient scaler's overflow flag after each step, which a CUDA graph cannot
+        # contain.
         if recipe[Slot.PRECISION].alone.scale_gradients:
             yield (
                 f"{recipe[Slot.PRECISION]} checks after each step whether a gradient overflowed, which "
@@ -80,7 +81,7 @@ class Captured(Technique):
             yield f"{offload} was not tested in a step that is recorded. Leave one of them out."
         wish = again.value
         by_seeds = wish is not None and wish.keep and seeds_dropout(recipe[Slot.KERNELS].alone)
-        # A graph cannot reset a GPU's generator, so recomputed dropout would draw other numbers.
+        # A CUDA graph cannot reset a GPU's random generator, so recomputed dropout would draw other numbers.
         if wish is not None and not by_seeds and (dropout := job.stated_dropout()):
             yield (
                 f"{again} computes layers with dropout again ({dropout}), and a step that is recorded cannot "

@@ -41,14 +41,14 @@ class Engine(Feature):
     def simulation_overrides(
         self, setup: Setup, policy: Any, recorder: Any, notes: Any
     ) -> AbstractContextManager[None]:
-        """Return a context in which steps are recorded as simulated graphs, on a GPU."""
+        """Return a context in which steps on a simulated GPU are recorded as simulated CUDA graphs."""
         from snugfit.features.engine.simulated_graphs import simulated_graphs
 
         return simulated_graphs(policy, recorder)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return True if all layers have equal memory and kernels, so that few are simulated: not with
-        updates in the backward pass.
+        """Return True if all layers have equal memory and kernels, so that a model of few layers can be
+        simulated. Updates in the backward pass exclude this.
         """
         return not RELEASE.of(setup)
 

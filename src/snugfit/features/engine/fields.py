@@ -12,24 +12,26 @@ class CaptureWish:
     """Value of the field `capture`: the optimizer step is recorded as CUDA graphs, and replayed."""
 
     multiple: int = 64
-    """Multiple, in tokens, to which the lengths of padded batches are filled up; each length has its own
-    graphs.
+    """Multiple, in tokens, to which the lengths of padded batches are rounded up. Each length has its own
+    CUDA graphs.
     """
 
 
 ALL, ADDED = "all", "added"
-"""Values of the field `masters`: the model's weights train, or adapters that are added to frozen weights."""
+"""Values of the field `masters`: `all` trains the model's weights, `added` only adapters added to frozen
+weights."""
 
 MASTERS = Wish[str](
     "masters", str, "", adamw=Call(path="snugfit.features.engine.master_optimizers:master_adamw")
 )
-"""The field `masters`: not empty if trained weights of any loaded dtype become bfloat16. The optimizer keeps
-their remainder in 16 bits, so that it updates them in 32."""
+"""The field `masters` of a `Setup`: not empty if trained weights become bfloat16, whatever their dtype. The
+optimizer keeps the lower 16 bits of each weight and updates all 32."""
 
 RELEASE = Wish[bool](
     "release_gradients", bool, False, parts=Call(path="snugfit.features.engine.parts:ReleasedParts")
 )
-"""The field `release`: True if each weight is updated within the backward pass, and its gradient dropped."""
+"""The field `release` of a `Setup`: True if each weight is updated within the backward pass and its gradient
+freed."""
 
 CAPTURE = Wish[CaptureWish | None](
     "capture",
@@ -40,11 +42,12 @@ CAPTURE = Wish[CaptureWish | None](
     records_graphs=True,
     draws_once=True,
 )
-"""The field `capture`: options of steps recorded as CUDA graphs; None launches kernel by kernel."""
+"""The field `capture` of a `Setup`: options of steps that are recorded as CUDA graphs. None launches each
+kernel."""
 
 FILLED = Wish[int]("filled_batches", int, 0, touches=("passes",))
-"""The field `filled`: multiple, in tokens, to which passes fill up batches, with masks that depend on shapes.
-0 leaves batches.
+"""The field `filled` of a `Setup`: multiple, in tokens, to which batches are padded, with masks that depend
+on shapes. 0 pads no further.
 
-Only a search sets it, to simulate the passes of recorded steps without graphs.
+Only a plan's search sets it, to simulate recorded passes (forward and backward) without CUDA graphs.
 """

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def _refusals(why: str) -> Mapping[str, str]:
-    """Return a dict from each training loop except snugfit's own to `why`, the reason to refuse it."""
+    """Return a reason to refuse each training loop except snugfit's own: a dict with the value `why` for
+    each.
+    """
     own = "its loop is snugfit's own code"
     return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
 
@@ -71,24 +73,28 @@ class CaptureHandler(Handler):
 
     def fill_multiple(self, value: CaptureWish | None, loop: Any) -> int:
         """Return the multiple to which the lengths of recorded batches are padded."""
-        # Without a GPU nothing is recorded, so batches need no few lengths.
+        # Without a GPU no graph is recorded, so the lengths of batches need not be rounded up.
         return value.multiple if value is not None and _can_record(loop) else 0
 
     def step_runner(
         self, value: CaptureWish | None, loop: Any, runner: StepRunner | None
     ) -> StepRunner | None:
-        """Return the runner that records and replays the loop's steps; steps on a CPU run without graphs."""
+        """Return the runner that records the loop's steps as CUDA graphs and replays them. On a CPU return
+        the given runner.
+        """
         if value is None or not _can_record(loop):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
 
-        # A simulation has graphs of its own, on shapes.
+        # In a simulation, `REHEARSED` creates simulated graphs.
         make_graphs = REHEARSED.get()
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
         return CapturedStep(loop, graphs, value.multiple)
 
     def evaluated_model(self, value: CaptureWish | None, loop: Any, build: Callable[[], Any]) -> Any:
-        """Return the usual model, whose decode steps are recorded. Raises `UsageError` on a CPU."""
+        """Return the job's model, whose decode steps are recorded as CUDA graphs. Raises `UsageError` on a
+        CPU.
+        """
         make_graphs = REHEARSED.get()
         if make_graphs is None and loop.device.type != "cuda":
             raise UsageError(
@@ -136,7 +142,7 @@ class FilledHandler(Handler):
 
     def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
         """Return a context in which transformers builds attention masks from shapes alone, without reading
-        values.
+        values of the batch.
         """
         from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
 
@@ -183,13 +189,13 @@ def _stream(device: int) -> torch.cuda.Stream:
 def _on_own_stream() -> Iterator[None]:
     import torch
 
-    # A simulation has no stream.
+    # A simulation has no CUDA stream.
     if not torch.cuda.is_available() or REHEARSED.get() is not None:
         yield
         return
     before = torch.cuda.current_stream()
     stream = _stream(torch.cuda.current_device())
-    # Work of the other stream must be finished before this one uses its results.
+    # The current stream waits until the work of the other stream is finished.
     stream.wait_stream(before)
     try:
         with torch.cuda.stream(stream):

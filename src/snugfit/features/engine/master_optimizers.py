@@ -11,13 +11,13 @@ MASTER_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.features.engine.masters.adamw:MasterAdamW"),
     shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
-"""The `OptimizerWish` for `MasterAdamW`; the HF Trainer has no name for it."""
+"""The optimizer setting of `MasterAdamW`. The HF Trainer has no name for this optimizer."""
 
 COMPACT_ADAMW = OptimizerWish(
     factory=Call(path="snugfit.features.engine.masters.compact_adamw:CompactAdamW"),
     shapes=Call(path="snugfit.features.engine.masters.launches:shapes"),
 )
-"""The `OptimizerWish` for `CompactAdamW`, with moments in 8 bits, which updates fp32 weights too."""
+"""The optimizer setting of `CompactAdamW`, with 8-bit moments. It also updates fp32 weights."""
 
 
 def compact_adamw(master_bits: Literal[32, 24]) -> OptimizerWish:

@@ -1,15 +1,15 @@
 """Trace of a step with CUDA graphs, joined from the forward and backward passes of an ordinary step and a
 recorded update.
 
-A graph records the same kernels, with the same allocations, as a step that is launched kernel by kernel. So
-the forward and backward passes recorded for an ordinary step serve here too. Three properties differ: the
-memory pool, the number of executions, and the forward and backward passes that are left out.
+A CUDA graph contains the same kernels and allocations as a step that is launched kernel by kernel. So the
+forward and backward passes that were simulated for an ordinary step are used here too. Three properties
+differ: the memory pool, the number of executions, and the passes that are left out in replays.
 
 The update is simulated alone, with empty gradients, by the code that records a real step (`replay/step.py`).
-It differs from an ordinary update, because its scalars are on the device.
+Unlike in an ordinary update, its scalars, such as the learning rate, are on the device.
 
-They are those of forward and backward passes that are launched one by one. This module marks the differences.
-The host launches each graph as one, and with several micro-batches it writes a share for each.
+The kernels are those of an ordinary step, but this module marks them as replayed. The host launches each
+graph with one call. With several micro-batches it also writes the factor of each one's loss to the device.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 RECORDED = STEPS + 1
-"""Number of simulated steps of an update: one launched kernel by kernel, one recorded, and two equal
-replays."""
+"""Number of simulated steps of an update. One launches kernel by kernel, one is recorded as a CUDA graph, and
+two replay it."""
 
 MULTIPLIES = "aten::mul"
 
 SHARE_BYTES = 4
-"""Size in bytes of the scalar that multiplies the loss of a micro-batch."""
+"""Bytes of the scalar by which a micro-batch's loss is multiplied, its share of the batch."""
 
 
 class CapturedParts(StepParts):
@@ -70,7 +70,7 @@ class CapturedParts(StepParts):
         """Raise `UnsupportedStep` if forward or backward wait for the device, because CUDA graphs cannot
         record a wait.
         """
-        # Work that waits for the device cannot be recorded.
+        # A step that waits for the device cannot be recorded as a CUDA graph.
         if waits and CAPTURE.of(setup) is not None:
             raise UnsupportedStep(
                 "it cannot be recorded as CUDA graphs: its code reads a number from the device"
@@ -90,15 +90,15 @@ class CapturedParts(StepParts):
         return splice_captured(passes, update, micro_batches=micro_batches)
 
     def launched_kernels(self, setup: Setup, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        """Return the step's kernels, marked as replayed from CUDA graphs."""
+        """Return the step's kernels, marked as replayed from CUDA graphs instead of launched one by one."""
         if CAPTURE.of(setup) is None:
             return kernels
         return played_back(kernels, has_shares=setup.micro_batches > 1)
 
 
 class ReleasedParts(CapturedParts):
-    """Simulation of a step that updates weights within the backward pass. Its passes and its update cannot be
-    simulated apart.
+    """Simulation of a step that updates weights within the backward pass. Backward pass and update cannot be
+    simulated separately.
     """
 
     can_be_spliced = False
@@ -124,7 +124,7 @@ def rehearse_captured_update(
     step = _CapturedUpdateAlone(job, setup.for_update(), torch.device("meta"))
     step.gradients, step.shared = gradients, shared
     recording = record_step(step, policy, RECORDED)
-    # A recording that failed, or is still repeated, is no steady update.
+    # The update is not steady if its recording failed or will be repeated.
     if step.runner is None or step.runner.why_not or not recording.settled:
         raise UnsupportedStep("its update cannot be recorded as a CUDA graph")
     return Part(RelativeTrace.of(recording.trace, recording.marks), gradients, shared=shared)
@@ -143,7 +143,8 @@ class _CapturedUpdateAlone(UpdateAlone):
 
     def _accumulate(self, built: Built) -> torch.Tensor | None:
         assert self.runner is not None
-        # An empty micro-batch: the placeholder of the loss reads no input.
+        # In a simulated update without passes, the micro-batch is empty, because the placeholder of the loss
+        # reads no input.
         return self.runner.run_passes(built, [{}], [None])
 
     def reads_gradients(self) -> bool:
@@ -181,7 +182,7 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
     if passes.gradients != update.gradients or passes.varies:
         return None
     first, second = passes.split, update.split
-    # Passes must be those of the same model, built in the same order.
+    # The trace with an update must begin with the same model, built in the same order, as that of the passes.
     if second.build[: len(first.build)] != first.build or len(second.steps) != RECORDED:
         return None
     try:
@@ -207,7 +208,8 @@ class _UpdateStep(NamedTuple):
     """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
     before: Sequence[Move]
-    """Events until clipping or the update begins; in a recorded step, until the recording begins."""
+    """Allocations, frees and marks before clipping or the update; in a recorded step, before the recording
+    begins."""
     after: Sequence[Move]
 
 
@@ -223,9 +225,9 @@ class _Splicing:
         blocks = self._live.follow(build)
         self._of_update: dict[int, int] = dict(zip(self._updating.follow(build), blocks, strict=True))
         own = passes.split.build
-        # Passes are built without the update's optimizer, so their build is a part of the other.
+        # The passes were simulated without the optimizer, so the build of the other trace contains theirs.
         self._of_passes: dict[int, int] = dict(zip(self._passing.follow(own), blocks, strict=False))
-        # Workspaces of the forward thread exist before the update, which runs in the same thread.
+        # The update runs in the thread of the forward pass, so it uses workspaces that exist already.
         self._taken = {alloc.operator for alloc in passes.workspaces if alloc.phase != "backward"}
 
     def steps(self) -> list[Sequence[Piece]] | None:
@@ -239,13 +241,15 @@ class _Splicing:
         if first is None or played is None:
             return None
         gradients = self._gradients_of(nothing)
-        # Step 0 runs the passes in the graphs' pool, and the update in the ordinary one.
+        # Step 0 runs forward and backward in the CUDA graphs' memory pool, and the update in the ordinary
+        # pool.
         ends = [*self._update(updates[0], gradients)]
-        # Step 1 records the passes of the first and of the last micro-batch, then norm and update.
+        # Step 1 records forward and backward of the first and last micro-batch, then gradient norm and
+        # update.
         second = [*self._record_passes(recorded, _states_of_generator(updates[1]))]
         gradients = self._gradients_of(nothing_more)
         second += self._update(updates[1], gradients)
-        # Later steps allocate nothing, except by an update that cannot be recorded.
+        # Later steps allocate memory only if the update cannot be recorded.
         third, last = ([*self._update(step, ())] for step in updates[2:])
         return [
             [*first, Piece(ends)],
@@ -263,7 +267,7 @@ class _Splicing:
                 yield self._alloc(self._passing.alloc(move), move)
             elif type(move) is Free:
                 yield self._live.free_of(self._of_passes[self._passing.free(move)])
-            # Kernels of steps before the last are not needed.
+            # Only the last step's kernels are needed for a prediction.
             elif type(move) is not Kernel and move is not MarkKind.WAIT:
                 yield move
 
@@ -287,11 +291,12 @@ class _Splicing:
         pieces = [moves[start:end] for start, end in pairwise(cuts)]
         batch: set[int] = set()
         for number, piece in enumerate(pieces):
-            # Two graphs serve all micro-batches: the first makes gradients, all others add to them.
+            # Two graphs suffice for all micro-batches: the first one creates gradients, the second adds to
+            # them.
             recorded = number == 0 or (several and number == len(pieces) - 1)
             emitted = [*self._pass(piece, batch, of_generator if number == 0 else None)]
             if recorded:
-                # With several micro-batches, each loss is multiplied by its share.
+                # With several micro-batches, each loss is multiplied by the micro-batch's share of the batch.
                 yield from _with_cast(emitted) if several else emitted
 
     def _pass(
@@ -308,18 +313,18 @@ class _Splicing:
                 phase = move.phase
                 if phase != "load":
                     yield PhaseStart(1, phase)
-                    # Before each recording the allocator releases its cached memory.
+                    # The allocator frees its cached memory before each recording.
                     yield MarkKind.CACHE_EMPTIED
                 if phase == "forward" and of_generator:
                     yield from map(self._allocate_own, of_generator)
             elif type(move) is Alloc and phase == "load":
                 batch.add(self._passing.alloc(move))
                 if of_generator is not None:
-                    # The batch stays on the device for all replays, in the ordinary pool.
+                    # All replays read the same device batch, so it is in the ordinary pool and never freed.
                     yield self._allocate_own(move)
             elif type(move) is Alloc:
                 yield self._alloc(self._passing.alloc(move), move)
-            # The batch of the first micro-batch is never freed.
+            # The device batch of the first micro-batch is never freed.
             elif type(move) is Free and (block := self._passing.free(move)) not in batch:
                 yield self._live.free_of(self._of_passes[block])
 
@@ -343,7 +348,7 @@ class _Splicing:
             if type(move) is Alloc and move.kind == Kind.GRADIENTS:
                 stand_ins.append(self._updating.alloc(move))
             elif type(move) is Alloc and move.phase == "forward":
-                # States of the generator, which the passes have allocated already.
+                # Forward and backward have allocated the random generator's states already.
                 self._updating.alloc(move)
             elif type(move) in (Alloc, Free):
                 yield from self._moves_of_update(move)
@@ -362,7 +367,7 @@ class _Splicing:
             yield self._live.free_of(self._of_update[self._updating.free(move)])
         elif type(move) is Alloc:
             block = self._updating.alloc(move)
-            # The passes have allocated this workspace in the same thread.
+            # The forward pass has allocated this workspace already, in the same thread.
             if move in self.update.workspaces and move.operator in self._taken:
                 return
             self._of_update[block] = self._live.alloc(move)
@@ -389,7 +394,8 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
     backward = next(
         at for at, move in enumerate(moves) if type(move) is PhaseStart and move.phase == "backward"
     )
-    # The share is cast just before the last operator of the forward pass, the product.
+    # The loss factor is cast just before the last operator of the forward pass, which multiplies the loss by
+    # it.
     last = max((at for at in range(backward) if type(moves[at]) is Alloc), default=-1)
     product = moves[last] if last >= 0 else None
     if type(product) is not Alloc or product.operator != MULTIPLIES or product.nbytes >= SHARE_BYTES:
@@ -401,7 +407,7 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
         if at == last:
             yield cast
         yield move
-        # The first product of the backward pass is that of the share, which is not needed after it.
+        # The first multiplication of the backward pass is that of the loss factor, which is freed after it.
         if at > backward and not used and type(move) is Alloc and move.operator == MULTIPLIES:
             used = True
             yield Free(cast.stack, 0)
@@ -418,7 +424,7 @@ def _kernels_of(moves: Iterable[Move]) -> list[Move]:
 
 
 PASSES = ("forward", "backward")
-"""Names of the phases that are recorded as CUDA graphs."""
+"""Names of the step's phases that are recorded as CUDA graphs."""
 
 WRITES_SHARE = Kernel("aten::fill_", "", "load", 1, 8, ((),), "torch.float32", 1)
 """Kernel that copies a micro-batch's loss factor to the device."""
@@ -435,7 +441,7 @@ def played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> tuple[Kerne
     each micro-batch's loss to the device.
     """
     first = next((kernel for kernel in kernels if kernel.phase in PASSES), None)
-    # Kernels of a recorded simulation are marked already.
+    # In the simulation of a recorded step, the kernels are marked already.
     if first is None or first.played:
         return kernels
     return tuple(_played_back(kernels, has_shares=has_shares))
@@ -445,22 +451,22 @@ def _played_back(kernels: tuple[Kernel, ...], *, has_shares: bool) -> Iterator[K
     before, multiplies = "", False
     for kernel, following in zip(kernels, (*kernels[1:], None), strict=True):
         begins = kernel.phase != before
-        # A share is written before each forward pass.
+        # The loss factor is written to the device before each forward pass.
         if has_shares and begins and before == "load":
             yield WRITES_SHARE
         before = kernel.phase
         if kernel.phase not in PASSES:
             yield kernel
             continue
-        # The host launches a pass at its first kernel.
+        # With a CUDA graph, the host's only launch of a pass is counted at its first kernel.
         played = kernel._replace(played=True, programs=int(begins))
-        # A product of scalars may be that of the loss and its share.
+        # A product of two scalars may be that of the loss and its factor.
         if has_shares and kernel.operator == "aten::mul" and kernel.shapes == ((),):
             is_last = kernel.phase == "forward" and following is not None and following.phase == "backward"
             if is_last and kernel.itemsize < WRITES_SHARE.itemsize:
                 yield CASTS_SHARE
-            # The factor is a tensor here, so the kernel reads one operand more.
-            if is_last or (multiplies and kernel.phase == "backward"):  # by a tensor, and not by a number
+            # The factor is a device tensor here, so the kernel reads one operand more.
+            if is_last or (multiplies and kernel.phase == "backward"):  # the factor is a device tensor
                 played = played._replace(nbytes=3 * kernel.itemsize, shapes=((), ()), tensors=2)
                 multiplies = is_last
         yield played

@@ -1,29 +1,30 @@
 """Technique `released`: a weight is updated within the backward pass, as soon as its gradient exists, which
 is then freed.
 
-So no gradients exist but the one in use and those that autograd works on. A model with `bf16_master` weights
-then takes 12 bytes a weight in the place of 14, with `adamw_compact` 6.1. It lowers a peak at the end of the
-backward pass or in the update, as with recomputed layers or small batches. If activations are most of a step,
-the peak is before the first gradient. Numbers, states, checkpoints and learning rates are those of a step
-that keeps its gradients: only the time of the update differs.
+At any time only the gradient in use and those that autograd works on exist. A weight of `bf16_master` then
+takes 12 bytes per element instead of 14, and 6.1 with `adamw_compact`. The technique lowers a memory peak at
+the end of the backward pass or in the update. Such peaks occur with recomputed layers or small batches. If
+activations need most of the memory, the peak comes before the first gradient, and does not fall. Results,
+optimizer states, checkpoints and learning rates are the same as without the technique. Only the time of the
+update differs.
 
-Clipping by the norm of all gradients needs all of them before the first update. So if the job clips, forward
-and backward pass run twice. In the first run each gradient adds its sum of squares, in 32 bits, and is
-dropped. In the second run the norm is known, and each gradient updates its weight, clipped. Dropout draws the
-same masks in both, as random generators are reset between them. Such a step takes nearly twice as long, so it
-is for models that do not fit otherwise. A model with statistics in buffers, as batch normalisation has, would
-count them twice. It is refused when the first run has changed a buffer.
+Clipping by the norm of all gradients needs the norm before the first update. If the job clips, forward and
+backward pass therefore run twice. In the first run each gradient is freed after its squares were added to the
+norm in 32 bits. In the second run each gradient is clipped and updates its weight. Random generators are
+reset between the runs, so that dropout draws the same masks. Such a step takes nearly twice as long, so it is
+for models that do not fit otherwise. Statistics in buffers, such as those of batch normalisation, would count
+the batch twice. A model whose buffers change in the first run is refused.
 
 A NaN loss still changes no weight. Without clipping, the host reads the loss after the forward pass, and the
 device waits meanwhile. With clipping, the norm reveals a non-finite gradient before the update. Without
 clipping such a gradient makes weights non-finite, as with all gradients, and a run returns to its last
 checkpoint. It also returns there if memory runs out after the first update of a weight.
 
-With `captured` each pass is replayed, including its hooks' device work. The optimizer's numbers must be on
-the device: `bf16_master` and `adamw_compact`.
+With `captured`, both passes are replayed as CUDA graphs that contain the updates. The optimizer's scalars
+must then be on the device, as in `bf16_master` and `adamw_compact`.
 
-Plans combine a step from passes and an update, which are one here. So they try it last, where no other recipe
-is as fast and fits (`search.py`).
+Plans usually simulate passes and update separately, but here they are one. Plans therefore try this technique
+last, if no other recipe is as fast and fits (`search.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ UPDATES_ONE = (
     MASTER_ADAMW.factory.path,
     COMPACT_ADAMW.factory.path,
 )
-"""Import paths of optimizers whose update of a weight does not depend on other weights."""
+"""Import paths of optimizers that can update each weight separately, without access to other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,8 @@ class Released(Technique):
         """Yield reasons to refuse a recipe: gradients are incomplete within the backward pass, or other
         weights' updates need them.
         """
-        # All slots, since each may change the dtype, the optimizer or the recording.
+        # The techniques of all slots are combined, since each may change the dtype, the optimizer or the
+        # recording.
         setup = setup_of(*(recipe[slot] for slot in Slot))
         if not job.trains:
             yield "an evaluation has no gradients. Leave it out."

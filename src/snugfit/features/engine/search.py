@@ -1,9 +1,9 @@
 """Search for updates within the backward pass, if no recipe that keeps its gradients is as fast and fits.
 
-Passes and update of such a step are one, so it cannot be spliced. Each is simulated in full, which takes
-seconds. None is therefore part of the space. After the search, the technique is tried with recipes that do
-not fit but would without their gradients. The fastest come first, or the smallest if nothing fits at all.
-The reduction of the peak depends on its moment, which only the simulation shows.
+In such a step the update is part of the backward pass, so the two cannot be simulated separately. Each such
+recipe is simulated as a whole, which takes seconds, so it is not part of the usual search. After that search,
+the technique is added to recipes that would fit without their gradients. The fastest recipes come first, or
+the smallest if nothing fits. Only the simulation shows how far the peak falls.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 RECIPES = 3
-"""Number of recipes that are simulated in full."""
+"""Largest number of recipes (sets of techniques) that this search simulates in full."""
 
 PASSES_TWICE = 1.8
-"""Assumed factor on a step's seconds if its passes run twice to compute the norm. A recorded step of
-BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The factor is lower, so that
-no recipe is missed."""
+"""Assumed factor on a step's seconds if forward and backward pass run twice to compute the gradient norm. A
+recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The assumed
+factor is lower, so that no faster recipe is missed."""
 
 
 def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *, smallest: bool) -> str:
-    """Evaluate a few recipes with updates within the backward pass, and add those that are better.
+    """Predict a few recipes with updates within the backward pass, and add those that are better to the
+    search's results.
 
     They may be faster than every recipe that fits, or the `smallest`. Return the technique's name if any
     was tried.
@@ -42,14 +43,14 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
     kinds = (kind for kind in roster.techniques() if kind.slot is Slot.GRADIENTS)
     offered = (one for kind in kinds for one in kind.settings(job))
     technique = next((one for one in offered if RELEASE.of(one.alone)), None)
-    # A technique that the user named is in the space already.
+    # If the user named a technique of this slot, the search contains it already.
     if technique is None or not job.trains or technique.slot in state.space.fixed.slots:
         return ""
     if state.memory_bytes is None and not smallest:
         return ""
     candidates = sorted(_promising(state, technique, job, smallest=smallest))
     tried = set[int]()
-    # The fastest come first, or the smallest.
+    # Candidates are sorted by seconds, or with `smallest` by bytes.
     for _, number in candidates:
         candidate = state.space.candidates[number]
         if candidate.trace in tried:
@@ -65,7 +66,8 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
         fits, is_smaller = state.fits(figures.needed_bytes), figures.needed_bytes < state.smallest
         if (smallest and is_smaller) or (fits and figures.seconds < state.fastest_that_fits):
             add_candidate(state, recipe, figures)
-            # The first one is the fastest that fits; smaller ones may follow.
+            # The first recipe that fits is also the fastest; with `smallest`, later ones may need fewer
+            # bytes.
             if not smallest:
                 break
     return technique.name if tried else ""
@@ -81,7 +83,7 @@ def _promising(
     most = state.fastest_that_fits * (1 - AS_FAST)
     for number, bound in state.bounds.items():
         recipe, known = space.candidates[number].recipe, state.judged.get(number) or bound
-        # At most all gradients are gained, so this is a lower bound.
+        # The technique saves at most the bytes of all gradients, which gives a lower bound.
         least, seconds = known.needed_bytes - bound.gradient_bytes, known.seconds * times
         if smallest and least >= state.smallest:
             continue

@@ -37,7 +37,7 @@ class RehearsedGraphs(Graphs):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._generator: list[torch.Tensor] = []
-        self._batches: list[dict[str, Any]] = []  # kept alive, because recorded work reads them
+        self._batches: list[dict[str, Any]] = []  # recorded kernels read these batches, so they stay alive
 
     def own_memory(self) -> AbstractContextManager[None]:
         """Return a context that allocates from the simulated memory pool of the CUDA graphs."""
@@ -54,7 +54,7 @@ class RehearsedGraphs(Graphs):
         recorder = self._recorder
         recorder.records_graph()
         recorder.empty_cache()
-        # The first graph allocates the generator's seed and offset.
+        # The first CUDA graph allocates the random generator's seed and offset.
         if not self._generator:
             self._generator = [
                 torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
@@ -70,7 +70,7 @@ class RehearsedGraphs(Graphs):
                 "or remove the cause."
             )
             raise
-        # A wait inside of a recording is an error on a GPU.
+        # On a GPU, waiting for the device during a recording is an error.
         if recorder.times_waited != waited:
             recorder.doubt(
                 f"The step cannot be recorded as CUDA graphs, so it runs without them: {WAITS}. "
@@ -82,7 +82,7 @@ class RehearsedGraphs(Graphs):
         played: list[Kernel] = []
 
         def play() -> None:
-            # Each replay launches the same kernels, which only the last step records.
+            # All replays launch the same kernels, so they are recorded only in the last step.
             if played or not recorder.is_last_step:
                 recorder.add_kernels(played)
                 return
@@ -98,7 +98,7 @@ class RehearsedGraphs(Graphs):
         """Return a copy of the batch on the device without an allocation; values that the simulation tracks
         are copied too.
         """
-        # Recorded work reads the first batch, so no batch may be freed.
+        # Recorded kernels read the first batch, so it must not be freed.
         self._batches.append(batch)
         with self._recorder.memory.allocating(Memory.NOWHERE):
             return place(piece, device)
@@ -123,7 +123,7 @@ def recorded_on_shapes() -> Iterator[None]:
 
     known = importlib.import_module("torch.optim.optimizer")._get_capturable_supported_devices
     files = [
-        # Optimizers import the function by name, so each file has a binding of its own.
+        # Several files of torch import the function by name, so it is replaced in each of them.
         file
         for name, file in sys.modules.items()
         if name.startswith(torch.optim.__name__) and hasattr(file, known.__name__)

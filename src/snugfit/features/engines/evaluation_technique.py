@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 EXPORTED_MODELS = "transformers>=5.23"
-"""First version of transformers whose exports can be loaded and called (`ExportedModel`)."""
+"""First version of transformers whose exported models can be loaded and called (`ExportedModel`)."""
 
 ONLY_PLAIN = (Slot.ADAPTERS, Slot.ATTENTION, Slot.CACHE, Slot.MATMUL, Slot.BATCHING)
-"""Slots whose techniques change a model or its calls, and were not tried with another engine."""
+"""Slots (groups of alternative techniques) that change a model or its calls. Other engines were tested only
+with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)

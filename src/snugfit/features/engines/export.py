@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
-"""Format of transformers' exporters by engine."""
+"""Export format of transformers by inference engine."""
 
 
 def export(engine: str, loop: Any, folder: Path) -> Mapping[str, Any]:
@@ -80,7 +80,7 @@ def main() -> None:
     facts = write_export(request["format"], job, step, folder)
     write_document(folder / "facts.json", {**facts, "peak_bytes": peak_resident_bytes()})
     sys.stdout.flush()
-    # The interpreter's own end would free the heap object by object.
+    # Without `os._exit`, the interpreter would free the heap object by object.
     os._exit(0)
 
 
@@ -98,13 +98,13 @@ def write_export(form: str, job: Job, step: Any, folder: Path) -> dict[str, Any]
         config = step.generation_config()
         parts = decompose_for_generation(model, inputs, generation_config=config, multi_token_decode=True)
         model, inputs = parts["decode"]
-        # As in `generate`, the head computes the logits of the last token alone.
+        # As in `generate`, only the logits of the last token are computed.
         inputs["logits_to_keep"] = 1
         facts["cache"] = [
             [list(one.keys.shape), list(one.values.shape)] for one in inputs["past_key_values"].layers
         ]
         options["dynamic"] = True
-    inputs.pop("labels", None)  # the exporters refuse a loss
+    inputs.pop("labels", None)  # exporters reject models with a loss
     with torch.no_grad():
         exported = get_exporter_class(form)().export(model, inputs, EXPORT_BACKENDS[form].config(**options))
     exported.save_pretrained(folder)

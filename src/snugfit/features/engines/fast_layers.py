@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 PADDING_MASK = 1
-"""Number of a mask of keys, a row for each sample, in `torch._transformer_encoder_layer_fwd`."""
+"""Value of the mask type in `torch._transformer_encoder_layer_fwd` for a padding mask with one row per
+sample."""
 
 
 def use_fast_layers(model: Any) -> int:
@@ -35,7 +36,7 @@ def _is_like_bert(module: Any) -> bool:
         "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
         "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
     )  # fmt: skip
-    # Only a layer has the attention as a child, so its model is no match.
+    # The model above a layer is no match, because only a layer has the attention as a direct child.
     return all(_part(module, name) is not None for name in names) and not hasattr(module, "crossattention")
 
 
@@ -105,6 +106,6 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
     if mask is None:
         return None
-    # All queries of an encoder have the same keys, so one row has all of them.
+    # All queries of an encoder have the same mask of keys, so one row contains all of it.
     row = mask[:, 0, -1]
     return ~row if row.dtype is torch.bool else row < 0

@@ -22,7 +22,7 @@ NOT_SIMULATED = {
     "tensorrt": "allocates weights and activations in an engine of its own",
     "fastpath": "computes a layer by one operator, whose temporary memory is not simulated",
 }
-"""Reason against a prediction of the memory, as a predicate, by technique."""
+"""Reason why a technique's memory cannot be predicted, as a predicate of a sentence, by technique."""
 
 
 class _EvaluationHandler(Handler):
@@ -51,7 +51,7 @@ class RuntimeHandler(_EvaluationHandler):
     wish = RUNTIME.name
 
     def evaluated_model(self, value: str, loop: Any, build: Callable[[], Any]) -> Any:
-        """Export the model in a separate process, and return one that the inference library runs."""
+        """Export the job's model in a separate process, and return a model that the library runs."""
         from snugfit.features.engines.session import exported_model, tensorrt_model
 
         return tensorrt_model(loop, build) if value == "tensorrt" else exported_model(value, loop)
@@ -63,7 +63,7 @@ class FastLayersHandler(_EvaluationHandler):
     wish = FAST_LAYERS.name
 
     def evaluated_model(self, value: bool, loop: Any, build: Callable[[], Any]) -> Any:
-        """Return the usual model with faster encoder layers. Raises `UsageError` if it has no supported
+        """Return the job's model with faster encoder layers. Raises `UsageError` if it has no supported
         layers.
         """
         from snugfit.features.engines.fast_layers import use_fast_layers

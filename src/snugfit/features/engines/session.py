@@ -30,7 +30,7 @@ def exported_model(engine: str, loop: Any) -> Any:
     arguments, model = runner_arguments(engine, loop), _skeleton(loop)
     if loop.job.added_phase is not None:
         _refuse_other_caches(engine, model)
-    # The libraries have mapped the files, so their names may be removed.
+    # The libraries have mapped the exported files into memory, so their names may be removed.
     with tempfile.TemporaryDirectory(prefix="snugfit-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         facts = export(engine, loop, folder)
@@ -54,7 +54,7 @@ def tensorrt_model(loop: Any, build: Callable[[], Any]) -> Any:
         import torch_tensorrt  # noqa: F401
 
         missing = "" if loop.device.type == "cuda" else "TensorRT needs a GPU"
-    # Without TensorRT's libraries it raises a plain Exception.
+    # If TensorRT's libraries are missing, ONNX Runtime raises a plain Exception.
     except Exception as error:
         missing = f"torch_tensorrt cannot be imported ({one_line(error, 200)})"
     if missing:
@@ -78,7 +78,8 @@ def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
         if loop.device.type != "cpu":
             raise UsageError("openvino runs on the CPU. Add --device cpu.")
         dtype = loop.setup.weights_dtype or loop.job.dtype
-        # A loaded file loses the hint of its export. A CPU with bf16 instructions then computes in bf16.
+        # A loaded file has lost the precision hint of its export. Without it, a CPU with bf16 instructions
+        # computes in bf16.
         precision = {"float32": {"INFERENCE_PRECISION_HINT": "f32"}}.get(dtype, {})
         return {"config": {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **precision}}
     import onnxruntime
@@ -105,7 +106,7 @@ def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) ->
         onnx.checker.check_model(str(folder / "model.onnx"))
     try:
         return ExportedModel.from_pretrained(folder, device=loop.device, **arguments)
-    # ONNX Runtime has no common class of its errors, and lacks kernels of some dtypes.
+    # ONNX Runtime has no common error class, and no kernels for some dtypes.
     except Exception as error:
         raise UsageError(
             f"{engine} cannot load the exported model: {one_line(error, 300)}. Try --dtype float32."
@@ -120,7 +121,7 @@ def _refuse_other_caches(engine: str, model: Any) -> None:
     from transformers.cache_utils import DynamicLayer
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    # The export would fix the length of a window, or the number of tokens in a state.
+    # Exporting such a cache would fix the window's length, or the number of tokens in a state.
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         raise UsageError(
             f"{engine}: the model's cache has windows or states, and such a decode step was not tested with "
@@ -152,7 +153,7 @@ def with_forward(model: Any, exported: Any, device: torch.device, cache: Sequenc
             begin_cache(inputs["past_key_values"], cache, len(inputs["input_ids"]), device)
         return exported(**{name: value for name, value in inputs.items() if name in traced})
 
-    # `generate` places its tensors on the device of the weights, which have no data.
+    # `generate` creates tensors on the device of the model's weights, which have no data here.
     kind = type(model)
     model.__class__ = type(kind.__name__, (kind,), {"device": device, "__module__": kind.__module__})
     model.forward = run

@@ -1,8 +1,8 @@
 """The parameters of one experiment, and their JSON form for each measured process.
 
-An experiment on several GPUs has a process for each (a rank). Every rank trains on its share of the global
-batch, with the same seed and the same samples. Weights must be alike, and ranks then differ by their GPUs
-alone.
+An experiment on several GPUs has one process (rank) for each. Every rank trains on its share of the global
+batch, with the same seed and the same samples. All ranks have equal weights, and the only other difference
+between them is the GPU.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class MeasurementRequest:
     recipe: Recipe
     loop: str
     warmup: int
-    """Steps before the steady ones, not timed; their bytes count."""
+    """Number of steps before the timed ones. Their memory peaks count."""
     steps: int
-    """Number of steady steps."""
+    """Number of timed steps."""
     deadline_seconds: float
     history: Path | None
-    """File for the allocator's recorded history of the first rank; None records none."""
+    """File in which the first rank records the allocator's history; None records none."""
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TrainingArguments` in addition to those of the recipe."""
+    """`TrainingArguments` in addition to those that the recipe sets."""
     gpus: int = 1
     """Number of GPUs that train together."""
 
@@ -63,7 +63,7 @@ class MeasurementRequest:
         """
         return {
             "parent": os.getpid(),
-            # The monotonic clock is the same in all processes of a machine.
+            # All processes of a machine share the monotonic clock.
             "launched": time.monotonic(),
             "job": self.rank_job.to_json(),
             "setup": self.setup.to_json(),

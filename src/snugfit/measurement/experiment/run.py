@@ -1,15 +1,15 @@
-"""The run of one experiment: a process for each GPU, and their combined results.
+"""The execution of one experiment: a process for each GPU, and their combined results.
 
-The bytes are those of the rank that needs the most, the seconds those of the slowest rank.
+The bytes are those of the rank (process) that needs the most, the seconds those of the slowest rank.
 `Measurement.ranks` has the values of all ranks.
 
-Processes that exchange tensors wait for each other. When one of them dies, the rest would wait until NCCL's
-own limit of ten minutes. Here the first bad exit ends all. The rest have a second to report their own failure
-(all may have run out of memory), and are then killed. Some may fail only because of the first, for example
-when a connection closes. So each process reports the time of its failure, and the earliest is the cause. A
-process that was killed from outside reports nothing and counts as the earliest.
+Processes that exchange tensors wait for each other. When one of them dies, the others would wait until NCCL's
+time limit of ten minutes. Here the first failed process ends all of them. The others have a second to report
+their own failure (all may have run out of memory), and are then killed. Some may fail only because of the
+first, for example because a connection closes. Each process therefore reports the time of its failure, and
+the earliest is the cause. A process that was killed from outside cannot report, and counts as the earliest.
 
-A sleeping thread waits for each process (`process.py`).
+One sleeping thread waits for each process (`process.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from snugfit.step.applier import group_bytes
 from snugfit.step.host_link import managed_on_gpu
 
 _MESSAGE_LINES = 20
-"""Number of output lines of a failed process in the measurement; the ledger stores up to 64 KiB of it."""
+"""Number of output lines of a failed process that a measurement contains. The folder of results stores up to
+64 KiB of output."""
 
 
 def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tuple[Measurement, str]:
@@ -57,7 +58,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
     when = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="snugfit-") as folder:
         folders = [Path(folder) / f"rank{rank}" for rank in range(len(targets))]
-        # Ranks of one host find each other through this file instead of an address.
+        # The ranks of one host connect through this file instead of a network address.
         store = Path(folder) / "store" if len(targets) > 1 else None
         for rank, (own, target, baseline) in enumerate(zip(folders, targets, baselines, strict=True)):
             own.mkdir()
@@ -76,7 +77,7 @@ def run_experiment(request: MeasurementRequest, targets: Sequence[Target]) -> tu
         results = [
             read_result(exited, own / "result.json") for exited, own in zip(exits, folders, strict=True)
         ]
-        # The temporary folder is deleted at the end of this block.
+        # The file is moved out of the temporary folder, which is deleted at the end of this block.
         history = folders[0] / "history.pickle"
         if request.history is not None and history.is_file():
             shutil.move(history, request.history)
@@ -135,7 +136,7 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int) -> dic
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
     }
-    if sys.platform == "linux":  # gloo would resolve the host's own name, which may fail in a container
+    if sys.platform == "linux":  # gloo would look up the host's name, which may fail in a container
         variables["GLOO_SOCKET_IFNAME"] = inherited.get("GLOO_SOCKET_IFNAME") or "lo"
     return variables
 
@@ -154,7 +155,7 @@ def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
 
 
 def _environments(request: MeasurementRequest, targets: Sequence[Target]) -> list[dict[str, str]]:
-    # Waiting threads of OpenMP would take a busy host's cores from those that compute: minutes a step.
+    # Waiting OpenMP threads occupy cores by default. On a busy host a step then takes minutes.
     inherited = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ} if targets[0].type == "cpu" else os.environ
     return [
         child_environment(inherited, request.setup, visibility=target.visibility)
@@ -245,7 +246,7 @@ def _output(exits: Sequence[ChildExit]) -> str:
 
 
 GRACE_SECONDS = 1.0
-"""Seconds between the first bad exit and the kill of the rest. A choice."""
+"""Seconds between the first failed process and the kill of all others (chosen)."""
 
 
 class Children:
@@ -260,11 +261,11 @@ class Children:
         self._open = ExitStack()
         self._change = threading.Condition()
         self.failed: list[int] = []
-        """The numbers of the child processes that failed by themselves, in the order of detection."""
+        """Indices of the child processes that failed by themselves, in the order of detection."""
         self._ended, self._killing = 0, False
 
     def __enter__(self) -> Self:
-        # If a later child cannot start, the stack ends those before it.
+        # If a child cannot start, the stack ends those that were started before.
         with ExitStack() as opened:
             for child in self._children:
                 opened.enter_context(child)
@@ -293,7 +294,7 @@ class Children:
             ]
             try:
                 return [wait.result() for wait in waits]
-            except BaseException:  # Ctrl-C too: the threads must not continue to wait
+            except BaseException:  # Ctrl-C as well: the threads must stop waiting
                 self._kill()
                 raise
 
@@ -306,7 +307,7 @@ class Children:
     def _wait_for(self, number: int, deadline_seconds: float) -> ChildExit:
         exited = self._children[number].wait(deadline_seconds)
         with self._change:
-            # A child that was killed here did not fail by itself; a negative code is a signal.
+            # A negative exit code is a signal. A child that was killed here did not fail by itself.
             killed = self._killing and exited.returncode < 0
             self._ended += 1
             self._change.notify_all()
@@ -335,18 +336,18 @@ class RankRun:
     request: MeasurementRequest
     target: Target
     baseline: GpuBaseline | None
-    """The state of the rank's GPU before the run; None on the CPU, and without NVML."""
+    """Used memory and processes of the rank's GPU before the run; None on the CPU, and without NVML."""
     sampler: Sampler | None
     result: ChildResult
     exited: ChildExit
     quiet: Sequence[bool]
-    """For each of the rank's steps: True if it was not disturbed (`quiet_on_all`)."""
+    """One flag per step: True if no other process disturbed it on any rank (`quiet_on_all`)."""
 
     def footprint(self) -> Footprint | None:
         """Return the bytes of the rank's process at their peak; None without a result."""
         peak = None
         if self.baseline and self.sampler:
-            # Afterwards ranks run further steps with a profiler, and an evaluation is compared.
+            # After this time, ranks run further steps with a profiler and compare an evaluation.
             peak = self.baseline.growth(self.sampler.peak_until(self.result.peaks_at))
         return measured_footprint(self.result, peak)
 
@@ -404,7 +405,7 @@ def quiet_on_all(results: Sequence[ChildResult]) -> list[bool]:
     """Return True for each step in which no other process disturbed the cores that launch kernels, in any
     rank. Ranks wait for each other, so a disturbance of one lengthens the step in all.
     """
-    # A rank that died has fewer steps.
+    # A failed rank has fewer steps than the others.
     return [all(calm) for calm in zip(*(result.quiet for result in results), strict=False)]
 
 
@@ -423,8 +424,9 @@ def worst_of(footprints: Sequence[Footprint | None]) -> int:
 
 
 def slowest_of(runs: Sequence[RankRun]) -> int:
-    """Return the index of the rank with the longest steps. Ranks wait for each other, so they differ
-    little."""
+    """Return the index of the rank with the longest steps. The ranks' times differ little, because they wait
+    for each other.
+    """
     timings = [run.timing() for run in runs]
     return max(range(len(runs)), key=lambda number: getattr(timings[number], "step_seconds", 0.0))
 

@@ -21,10 +21,10 @@ from snugfit.units import GIB, show_bytes, show_seconds
 
 HOUR = 3600
 FEW = 6
-"""Largest number of GPUs that a sentence lists by name."""
+"""Largest number of GPUs that a sentence of the report lists by name."""
 
 SCALED = "~"
-"""Mark before seconds whose rates were scaled from another GPU's by data sheet."""
+"""Mark before predicted seconds, if the GPU's speeds were scaled from another GPU's by their data sheets."""
 
 SCALED_NOTE = (
     f"{SCALED}: this GPU was not measured. Its seconds are scaled from an H200's by the data sheets."
@@ -113,7 +113,7 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     if size is None:
         return show_bytes(answer.gpu.memory_bytes or 0)
     models = dict.fromkeys(one.gpu.model for one in plans.fitting if one.gpu.marketed_gb == size)
-    # In English, `an` precedes 8, 11, 18 and 80.
+    # English uses `an` before 8, 11, 18 and 80.
     article = "an" if str(size).startswith("8") or size in (11, 18) else "a"
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
 
@@ -203,15 +203,15 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
     columns += cost_columns(prices, plans.steps)
-    # The column of verdicts has no head, and is left out without a verdict.
+    # The column of verdicts has no heading, and is omitted if all its cells are empty.
     if not any(_verdict(answer) for answer in plans.answers if answer.choice):
         columns = [column for column in columns if column[0]]
     return columns
 
 
 def cost_columns(prices: Prices, steps: int | None) -> Iterator[tuple[str, Callable[[Any, Any, Any], str]]]:
-    """Yield the column titles for the run's seconds and rental costs, as far as its length and prices were
-    given. Each has a function that returns a cell's text for a GPU, its recipe and its cost.
+    """Yield the column titles for the seconds and rental costs of a run, if its length and prices were given.
+    Each has a function that returns a cell's text for a GPU, its recipe and its cost.
     """
     if steps:
         yield "run>", lambda answer, recipe, cost: show_duration(cost.run_seconds)

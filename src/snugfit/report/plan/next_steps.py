@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 BY_FLAG = ("batch_size", "sequence_length", "target_length", "padding", "labels", "clip")
-"""Names of a job's fields that commands take as options of the same names."""
+"""Names of the job's fields that commands accept as options of the same names."""
 
 BY_SET = ("decay_groups", "build_on", "learning_rate")
-"""Names of a job's fields that commands take as keys of a job file."""
+"""Names of the job's fields that commands accept only as keys of a job file."""
 
 
 def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterator[str]:
@@ -42,7 +42,7 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
         return
     train = f"snugfit train {job_words(job)} --recipe {shlex.quote(recipe)} --dataset DATA"
     steps = {"Train it": f"{train} --output-dir FOLDER"}
-    # An existing Trainer may not support this recipe.
+    # An existing Trainer may not support all techniques of this recipe.
     with suppress(SnugfitError):
         refuse_unsupported("fit", Recipe.parse(recipe).setup())
         if "fit" in public_names():

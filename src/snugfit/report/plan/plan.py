@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 LEAST_STARTUP = 0.05
-"""Smallest difference in start-up, in seconds, that a sentence mentions."""
+"""Smallest difference between two recipes' start-up times, in seconds, that a sentence mentions."""
 
 
 def render(plan: Plan, *, everything: bool = False, configuration: Configuration | None = None) -> Page:
@@ -185,7 +185,7 @@ def front(plan: Plan, *, everything: bool = False) -> Grid:
     It shows selected rows (`shown_front`), or all of them for `everything`.
     """
     shown = shown_front(plan, everything=everything)
-    # The chart of the front has the same numbers.
+    # The chart of the Pareto front uses the same numbers.
     numbers = {choice: number for number, choice in enumerate(plan.fitting_first, 1)}
     rows = tuple(
         (

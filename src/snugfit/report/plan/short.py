@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from snugfit.techniques.feature import Configuration
 
 GAINS = 3
-"""Largest number of techniques whose savings are listed."""
+"""Largest number of techniques of which the report lists the savings."""
 
 LEAST_GAIN = 0.005
-"""Smallest difference of bytes or seconds that is listed, as a share."""
+"""Smallest saving of bytes or seconds that the report lists, as a share of the total."""
 
 ALTERNATIVES = 2
-"""Largest number of listed alternatives."""
+"""Largest number of alternative recipes in the report."""
 
 CURES = 3
-"""Largest number of listed changes with which a step would fit."""
+"""Largest number of changes in the report with which a step would fit."""
 
 
 def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
@@ -77,7 +77,7 @@ def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
         limit="the limit is" if is_limited else "the card has",
         turn=plan.job.words.turn,
     )
-    # The verdict replaces the words of `show_fit` before the colon.
+    # The verdict replaces the text of `show_fit` before its colon.
     fit = fit if plan.fits else f"no recipe fits. The nearest {fit.partition(': ')[2]}"
     role = "bad" if not plan.fits else "tight" if plan.tight or unread else "good"
     about = subject(plan.job, Recipe.parse(shown.recipe), plan.gpu, memory=plan.memory_bytes)
@@ -108,7 +108,7 @@ class Gain(NamedTuple):
     needed_bytes: int
     step_seconds: float
     turn: str
-    """Noun for a step."""
+    """Noun for one repetition of the timed work, such as `step`."""
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -169,7 +169,9 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _mark(plan: Plan, choice: Choice) -> str:
-    """Return the words on a recipe that does not fit or leaves less than the headroom, or ""."""
+    """Return a note on a recipe that does not fit or leaves less than the headroom (memory to keep free);
+    else an empty text.
+    """
     if not plan.fitting(choice):
         return f", short by {show_bytes(int(-plan.spare_bytes(choice)))}"
     return ", tight" if plan.is_tight(choice) else ""
@@ -180,7 +182,7 @@ def _uncertain(plan: Plan, configuration: Configuration | None) -> Iterator[Sent
     if not doubts:
         return iter(())
     widest = doubts[0]
-    # Doubts of the configuration were added last.
+    # The last doubts are those about the configuration file.
     if plan.verified is not False and configuration and configuration.doubts:
         widest = doubts[-1]
     elif plan.verified is not False and plan.timing and not plan.timing.measured_rates:
@@ -192,4 +194,4 @@ UNEQUAL = (
     "a full simulation of the answer gave other bytes than the search. This is a bug in snugfit: please "
     "report it, and check this recipe with snugfit predict."
 )
-"""Sentence for an answer whose full simulation gave other figures."""
+"""Sentence for a plan whose chosen recipe gave other figures in a full simulation than in the search."""

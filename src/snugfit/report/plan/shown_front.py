@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 8
 APART = 0.03
-"""Fraction of bytes and of seconds: recipes that differ by less in both count as one."""
+"""Relative difference below which two recipes count as one, if both their bytes and their seconds differ by
+less."""
 
 NEAR_MISSES = 2
-"""Number of shown recipes that almost fit, if others fit."""
+"""Largest number of recipes in the table that almost fit, if others fit."""
 
 
 def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) -> list[Choice]:
@@ -37,13 +38,13 @@ def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) 
         if not too_slow and all(_differ(choice, other) for other in rows):
             rows.append(choice)
     rows.sort(key=order)
-    # If nothing fits, every row is a near miss.
+    # If no recipe fits, every row is a recipe that almost fits.
     missing = [choice for choice in rows if plan.fits and not plan.fitting(choice)]
     near = sorted(missing, key=lambda choice: choice.needed_bytes)[: min(NEAR_MISSES, most // 3)]
     rows = [choice for choice in rows if choice not in missing]
     most -= len(near)
     if len(rows) > most:
-        # The answer is shown in any case; the others are a sample with both ends.
+        # The chosen recipe is always shown, and a sample of the others with the smallest and the fastest.
         rows.remove(answer)
         last = len(rows) - 1
         rows = [answer, *(rows[last - round(n * last / max(1, most - 2))] for n in range(most - 1))]

@@ -39,7 +39,7 @@ def of_plan(plan: Plan) -> Iterator[str]:
     """Yield sentences on the least memory that was found, and on changes of the recipe nearest to fitting.
     They are empty if a recipe fits.
     """
-    # The last recipe of the front has the fewest bytes.
+    # The last recipe of the Pareto front needs the fewest bytes.
     if not plan.fits and (smallest := plan.front[-1]) != plan.nearest:
         yield (
             f"The least memory that was found is {show_bytes(smallest.needed_bytes)}, with "
@@ -70,6 +70,6 @@ def plan_command(prediction: Prediction) -> str:
         words += ["--memory", f"{prediction.memory_bytes // MIB}MiB"]
     if prediction.gpus > 1:
         words += ["--gpus", f"{prediction.gpus}"]
-    elif prediction.ways_out is not None:  # nothing else fits
+    elif prediction.ways_out is not None:  # no other change fits
         words += ["--fidelity", "learns"]
     return f"snugfit plan {job_words(job)} {' '.join(words)}"

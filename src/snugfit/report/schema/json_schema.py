@@ -59,7 +59,7 @@ class RunCosts:
 
 
 class KnownGpus:
-    """GPUs that can be predicted for."""
+    """The GPUs for which snugfit can predict."""
 
 
 DOCUMENTS: dict[str, type] = {
@@ -72,7 +72,7 @@ DOCUMENTS: dict[str, type] = {
     "measure --predict --json": Comparison,
     "techniques --json": TechniqueList,
 }
-"""Documents of the core's commands."""
+"""The dataclass of the JSON document of each core command, by command line."""
 
 
 def heads(word: Any) -> dict[str, tuple[Any, str]]:
@@ -125,7 +125,8 @@ ADDED: dict[type, dict[str, tuple[Any, str]]] = {
     HostLaunchCosts: {"foreign": (float, "A kernel that a library launches from Python.")},
     Moment: {"counted_from": (int, "First number of a step: 1. Documents without this key count from 0.")},
 }
-"""Keys that `to_json` adds to the fields. For an empty sentence, the docstring of the property is used.
+"""JSON keys that `to_json` adds to a dataclass's fields, with types and descriptions. An empty description
+means the docstring of the property.
 
 A class of a feature has its own table `added_keys`. Its `optional_keys` and `left_out_keys` correspond to the
 tables below.
@@ -137,14 +138,14 @@ LEFT_OUT: dict[type, set[str]] = {
     Model: {"facts", "module", "example", "batch_dims", "resized"},
     HostLaunchCosts: {"python_launched"},
 }
-"""Fields that `to_json` omits."""
+"""Fields of each dataclass that `to_json` omits."""
 
 OPTIONAL: dict[type, set[str]] = {
     Model: {"dtype"},
     GpuPlans: {"run"},
     Prediction: {"phase_results"},
 }
-"""Keys that are absent in some documents: keys of an option, or of a model with a declared dtype."""
+"""JSON keys that some documents omit: those of an option, or of a model with a declared dtype."""
 
 SENTENCES = {
     "anatomy": "Bytes at the peak by tensor and module, and the kernels of the step.",
@@ -184,7 +185,7 @@ SENTENCES = {
     "uuid": "UUID of the GPU by NVML; null on a CPU.",
     "versions": "Package versions.",
 }
-"""Sentences for fields without a docstring."""
+"""Descriptions of fields without a docstring, by the field's name."""
 
 UNITS = {
     "_bytes": "bytes",
@@ -212,7 +213,7 @@ UNITS = {
     "per_1000_samples": "USD",
     "run": "USD",
 }
-"""Units of numbers by the suffix of their names."""
+"""Units of numbers by the suffix of a field's name."""
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -223,7 +224,7 @@ PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
     Any: {},
 }
-"""Schemas of plain types, by type; all other types without parts are written as text."""
+"""JSON Schemas of Python types. Values of all other types without fields are written as text."""
 
 
 def documents() -> dict[str, type]:
@@ -305,7 +306,8 @@ def _schema_of_parts(kind: Any) -> dict[str, Any]:
 
 def _nullable(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON Schema of a value that is null or matches one of these schemas."""
-    # Keywords other than `type` would not allow null.
+    # In a schema with keywords besides `type`, these would reject null, so null becomes an alternative
+    # schema.
     if len(choices) == 1 and set(choices[0]) == {"type"}:
         return {"type": [choices[0]["type"], "null"]}
     return {"anyOf": [*choices, {"type": "null"}]}
@@ -323,7 +325,7 @@ def keys(owner: type) -> dict[str, tuple[Any, str]]:
     names: list[str] = []
     docs: dict[str, str] = {}
     if is_dataclass(owner):
-        # Annotations may name `nn.Module`, and a schema needs no import of torch.
+        # Annotations may name `nn.Module`; a placeholder for it avoids importing torch.
         own = typing.get_type_hints(owner, localns={"nn": types.SimpleNamespace(Module=Any)})
         names, docs = [entry.name for entry in fields(owner)], SENTENCES | field_docs(owner)
     literal: Any = Literal

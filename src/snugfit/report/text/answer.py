@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 UNREAD = "if the unread parts change nothing"
-"""Condition of a report's answer if the user's configuration file was not read in full."""
+"""Condition in a report's first sentence if the user's configuration file was not read completely."""
 
 SCALED_RATES = "step time, as no rates of this GPU were measured"
 
@@ -95,7 +95,7 @@ def show_gib(size: int, digits: int = 1) -> str:
     """Return `21.1 GiB`, `241 GiB`, or small sizes as `show_bytes` does."""
     if size < GIB / 20:
         return show_bytes(size)
-    # From 100 GiB on, a decimal only serves to distinguish two sizes.
+    # For 100 GiB or more, decimals are only shown to distinguish two sizes.
     return f"{size / GIB:.{digits if size < 100 * GIB or digits > 1 else 0}f} GiB"
 
 

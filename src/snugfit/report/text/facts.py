@@ -11,12 +11,12 @@ from snugfit.report.text.grid import escape
 from snugfit.report.text.terminal import harmless, words
 
 LABEL = 11
-"""Width of the labels in characters, the same in all lists of a page."""
+"""Width of the labels in characters, equal in all lists of a report."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A list of labelled lines. Lines without a label continue the one above."""
+    """A list of labelled lines. A line without a label continues the line above it."""
 
     rows: tuple[tuple[str, str], ...]
 

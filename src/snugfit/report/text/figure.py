@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, LIGHT_BLUE, ORANGE = "#0072B2", "#56B4E9", "#E69F00"
-"""Okabe and Ito's colours, which colour-blind readers can distinguish."""
+"""Colours of the Okabe-Ito palette, which colour-blind readers can distinguish."""
 
 FONT = "DejaVu Sans"
-"""A font that comes with matplotlib."""
+"""Font of plots, which matplotlib includes."""
 
 _STYLE = {
-    # A name with two `$` is no formula.
+    # Text with two `$` must not be parsed as a formula.
     "text.parse_math": False,
-    # With a fixed salt, equal figures have equal ids.
+    # With a fixed salt, equal plots get equal element ids.
     "svg.hashsalt": "snugfit",
     "svg.fonttype": "path",
     "font.size": 9,
@@ -56,7 +56,7 @@ def drawing(form: str, *, width: float, height: float, text_as_text: bool = Fals
         drawn = Drawing(Figure(figsize=(width, height), layout="constrained"))
         yield drawn
         out = BytesIO()
-        # Without a date and a version, equal figures are equal files.
+        # Without date and version, equal plots are equal files.
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         drawn.figure.savefig(out, format=form, dpi=130, metadata=metadata)
         drawn.content = out.getvalue()

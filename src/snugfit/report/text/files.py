@@ -29,7 +29,7 @@ def write_new(files: Mapping[Path, str], *, force: bool) -> None:
         raise UsageError(
             f"{', '.join(existing)}: already exists. Overwrite it with --force, or choose another name."
         )
-    # Folders first: one that cannot be made leaves no file behind.
+    # All folders are created first, so that a failure leaves no file behind.
     for folder in {path.parent for path in files}:
         _make(folder)
     for path, text in files.items():

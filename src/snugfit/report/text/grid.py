@@ -25,13 +25,13 @@ class Grid:
     """Description of the table's contents."""
 
     heads: tuple[str, ...]
-    """The columns' heads, from left to right."""
+    """The headings of the columns, from left to right."""
 
     rows: tuple[tuple[str, ...], ...]
-    """Cells, the same number in each row as heads."""
+    """Rows of cells, each with one cell per column."""
 
     note: str = ""
-    """A sentence under the table."""
+    """A sentence below the table; empty for none."""
 
     def __rich__(self) -> RenderableType:
         shown = table(self.heads, self.rows, title=self.title)
@@ -52,6 +52,6 @@ def escape(text: str) -> str:
     """Return text from outside as one line of Markdown, without characters that are markup or control a
     terminal.
     """
-    # `&` is the first, so that no other entity is escaped twice.
+    # `&` is replaced first, so that the entities of other characters are not escaped twice.
     flat = harmless(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", flat)

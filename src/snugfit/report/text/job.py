@@ -26,5 +26,5 @@ def sizes(job: Job) -> str:
     Lengths appear only for tasks with them."""
     text = f"{job.batch_size}"
     text += "" if not has_sequence(job.task) else f" × {job.sequence_length}"
-    # A feature's phase has no targets.
+    # In a phase that a feature adds, the job has no target sequence.
     return text + (f" → {job.target_length}" if has_target(job.task) and job.added_phase is None else "")

@@ -38,7 +38,7 @@ STYLES = {
     "heading": "bold", "good": "bold green", "tight": "bold yellow", "bad": "bold red",
     "uncertain": "yellow", "fault": "red",
 }  # fmt: skip
-"""Terminal styles of sentences by role."""
+"""rich's terminal styles by the role of a sentence."""
 
 _MARKDOWN = {"heading": "## {}", "good": "**{}**", "tight": "**{}**", "bad": "**{}**", "bullet": "- {}"}
 
@@ -91,21 +91,19 @@ class ShellCommand:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line, is_quoted = "", False
-        for word in re.findall(r"--\S+ [^-'\s]\S*|\S+", self.text):  # an option stays with its value
+        for word in re.findall(r"--\S+ [^-'\s]\S*|\S+", self.text):  # keeps an option and its value together
             if line.strip() and len(line) + len(word) + len("  \\") > options.max_width:
                 yield Text(line if is_quoted else f"{line} \\", no_wrap=True, overflow="ignore")
                 line = f"    {word}"
             else:
                 line = f"{line} {word}" if line else word
-            # An odd number of quotes opens or closes a quotation.
+            # An odd number of quotes in a word opens or closes a quotation.
             is_quoted ^= bool(word.count("'") % 2)
         yield Text(line, no_wrap=True, overflow="ignore")
 
 
 def with_commands(lines: Iterable[str]) -> Iterator[Sentence]:
-    """Yield each line as a `Sentence`; a line with a snugfit command at its end gets the style of
-    a command.
-    """
+    """Yield each line as a `Sentence`. A line that ends in a snugfit command gets the style of commands."""
     for line in lines:
         yield Sentence(line, "command" if re.search(r": (snugfit|--recipe) ", line) else "")
 

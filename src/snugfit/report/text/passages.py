@@ -16,13 +16,13 @@ class Passage(NamedTuple):
     """
 
     name: str
-    """A phase, a micro-batch's number, or the number of micro-batches."""
+    """Name of the phase, a micro-batch's number, or the number of micro-batches."""
 
     start: float
-    """Beginning, as a share of the step's events."""
+    """Begin of the passage, as a share of the step's allocations and frees."""
 
     end: float
-    """Beginning of the next passage, as a share of the step's events."""
+    """Begin of the next passage, as a share of the step's allocations and frees."""
 
 
 def phase_passages(curve: Sequence[CurvePoint]) -> list[Passage]:

@@ -19,19 +19,18 @@ from rich.text import Text
 from snugfit.report.text.terminal import words
 
 NARROWEST_HEAD = 8
-"""Smallest width in characters of the head of a column of figures."""
+"""Smallest width in characters of the heading of a column of numbers."""
 
 READABLE = 24
-"""Smallest width in characters at which text is readable. The first column, the name of the row, gets
-more."""
+"""Smallest width in characters of a column of text. The first column, which names the row, gets more."""
 
 READABLE_FIRST = 48
 
 RECIPE = "Recipe<"
-"""Head of the column that comes first."""
+"""Heading of the column of recipes, which comes first."""
 
 INDENT = 4
-"""Indentation of a line under its row, in characters."""
+"""Indentation in characters of a line below its table row."""
 
 
 class _Column:
@@ -49,7 +48,7 @@ class _Column:
             word = max(len(word) for text in [self.name, *cells] for word in [*str(text).split(), ""])
             readable = longest if self.recipe else READABLE_FIRST if first else READABLE
             self.head, self.narrowest = self.name, max(word, min(longest, readable))
-        # Figures are never broken, so their column has one width.
+        # Numbers are not wrapped, so their column has a fixed width.
         self.longest = longest if not self.figures else self.narrowest
 
     def add_to(self, table: Table, width: int) -> None:
@@ -75,9 +74,9 @@ class PlainTable:
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Without padding, more columns have room side by side.
+        # Columns that do not fit beside each other may fit without padding.
         for padding in (1, 0):
-            gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # with the edges
+            gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # including the table's edges
             room = options.max_width - gaps
             if sum(column.narrowest for column in self.columns) <= room:
                 yield self._side_by_side(padding, _widths(self.columns, room))
@@ -119,7 +118,8 @@ class PlainTable:
     def _with_lines_under_rows(self, width: int) -> RenderResult:
         """Yield the columns that fit in the width, and under each row the contents of its other cells."""
         beside, under = list(self.columns), []
-        # Recipes move first, then texts, then figures; the first column always stays.
+        # If columns must move below, recipes are first, then texts, then numbers. The first column always
+        # stays.
         for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
             if sum(one.narrowest + 1 for one in beside) - 1 > width:
                 beside.remove(column)
@@ -159,7 +159,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     widths = [min(column.narrowest, width) for column in columns]
     left = width - sum(widths)
     wants = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
-    # The smallest wish comes first, so that its unused share goes to the rest.
+    # The column that needs the least comes first, so that its unused width is shared by the others.
     for done, (want, number) in enumerate(wants):
         more = min(left // (len(wants) - done), want)
         widths[number] += more

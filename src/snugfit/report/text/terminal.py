@@ -20,7 +20,7 @@ from snugfit.documents import stdout_of_documents
 from snugfit.errors import CONTROL
 
 PIPE_WIDTH = 120
-"""Columns of an output without a terminal: a pipe, a file, a notebook."""
+"""Line width in characters of output that is no terminal: a pipe, a file, a notebook."""
 
 
 def words(value: object, style: str = "") -> Text:
@@ -54,7 +54,7 @@ def _columns(stream: TextIO) -> int:
 def show_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on stdout. A value that JSON cannot represent (NaN) raises `ValueError`."""
     stdout = stdout_of_documents()
-    # A replaced letter would change a value, so narrow encodings get ASCII with escapes.
+    # In narrow encodings, characters become ASCII escapes, because a replaced character would change a value.
     narrow = not (stdout.encoding or "utf-8").lower().startswith("utf")
     print(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=narrow), file=stdout)
 
@@ -69,14 +69,14 @@ def as_text(content: RenderableType, *, width: int = 110) -> str:
         emoji=False,
         highlight=False,
         no_color=True,
-        force_jupyter=False,  # rich would show it in a notebook, regardless of `file`
-        force_terminal=False,  # rich would write escapes where FORCE_COLOR is set, as in notebooks
+        force_jupyter=False,  # in a notebook, rich would ignore `file`
+        force_terminal=False,  # With FORCE_COLOR (usual in notebooks), rich would write escape sequences.
     ).print(content, crop=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def as_html(content: RenderableType) -> str:
-    """Return a report as an inert HTML fragment, for a notebook's cell."""
+    """Return a report as an HTML fragment without scripts, for a notebook's cell."""
     console = Console(
         file=StringIO(),
         width=110,

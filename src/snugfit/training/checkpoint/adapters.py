@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 DEFAULT = "default"
-"""Name of the adapter whose files peft writes into the folder itself."""
+"""Name of the adapter whose files peft saves into the checkpoint folder itself instead of a subfolder."""
 
 _BASE = "base_model.model."
-"""Prefix of the names of base weights in peft's files."""
+"""Prefix of the names of base model weights in peft's files."""
 
 _IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-"""Names of the statistics of each parameter in AdaLoRA's rank allocator."""
+"""Names of the statistics that AdaLoRA's rank allocator keeps for each parameter."""
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
@@ -83,7 +83,7 @@ def files_of(
     from snugfit.training.rng import preserve_rng
 
     device = next(model.parameters()).device
-    with preserve_rng(device):  # a prompt's encoder may drop out
+    with preserve_rng(device):  # the prompt encoder may use dropout
         exports = {
             name: dict(
                 get_peft_model_state_dict(
@@ -98,15 +98,15 @@ def files_of(
     for name, named in exports.items():
         if is_prompt[name] or any(address_of(value) in trained for value in named.values()):
             named.update(base)
-    # Names of adapters that were injected without a `PeftModel` do not have the prefix of peft's files.
+    # Adapters that were injected without a `PeftModel` have names without the prefix of peft's files.
     prefix = "" if hasattr(model, "get_base_model") else _BASE
-    # An adapter's name may contain a slash.
+    # The adapter's name may contain a slash, which is not allowed in a folder's name.
     folders = {name: "" if name == DEFAULT else quote(name, safe="") for name in exports}
     files = {
         str(Path(folders[name]) / ADAPTER): {f"{prefix}{key}": value for key, value in named.items()}
         for name, named in exports.items()
     }
-    # The config is written in a thread, and training may change it meanwhile.
+    # A thread writes the config, while the training may change it.
     return files, {folders[name]: copy.deepcopy(config) for name, config in model.peft_config.items()}
 
 

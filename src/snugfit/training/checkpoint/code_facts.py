@@ -2,13 +2,13 @@
 
     {"code of loss": "focal (5f0c91aa02be)", "code of loss: gamma": 2.0, ...}
 
-The comparison uses compiled code without the names of files, lines, comments and docstrings: a file may be
-moved and documented. A function's code includes the user's functions that it calls. It includes the plain
-values from its surroundings: bound arguments, defaults, and cells of a closure. Constants of its file are
-included if their names are in capital letters. So are the settings of an `nn.Module` without parameters, such
-as torch's losses. Code of installed packages counts by its name alone, because their versions are compared
-elsewhere. The same holds for Python, whose versions compile differently. A function's reads from files or
-other objects are not included.
+Two versions of a function are compared by their bytecode, without names of files, lines, comments and
+docstrings. A function may therefore be moved and documented. The fingerprint covers all functions of the user
+that it calls. It also covers plain values: bound arguments, defaults, and variables of a closure. Constants
+of its file are included if their names are in capital letters. So are the settings of an `nn.Module` without
+parameters, such as torch's losses. Code in installed packages is included by its name only, because their
+versions are compared elsewhere. The same holds for Python, whose versions compile differently. Files and
+objects that the function reads are not included.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CODE = "code of "
-"""Prefix of the names of facts about code."""
+"""Prefix of the names under which a checkpoint records checksums of the user's functions."""
 
 TO_GO_ON = " (compare_code=False continues anyway)"
-"""Suffix of a code fact's name in an error about resuming."""
+"""Suffix of such a name in the error about resuming a run with changed code."""
 
 _DIGITS = 12
-"""Number of hexadecimal digits of a digest (chosen): enough for no two versions of a function to share
-them."""
+"""Number of hexadecimal digits of a function's checksum (chosen), enough for no two versions to share one."""
 
 _INSTALLED = ("site-packages", "dist-packages", "<frozen")
-"""Parts of the paths of files whose code is not the user's."""
+"""Substrings of the paths of files whose code is not the user's own."""
 
 
 def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,11 +86,11 @@ class _Code:
             names |= set(code.co_names)
             for step in dis.get_instructions(code):
                 self._digest.update(f"{step.opname} {_text(step.argval)};".encode())
-                # A variable that the function writes is a state, not a setting.
+                # A variable that the function itself writes is state, not a setting.
                 if step.opname in ("STORE_DEREF", "STORE_GLOBAL"):
                     written.add(step.argval)
         around = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        # Other plain globals may be counters; only constants are named in capitals.
+        # Global variables of plain types may be counters, so only constants (names in capitals) are compared.
         around = {name: value for name, value in around.items() if name.isupper() or not _is_plain(value)}
         around |= dict(_cells(function))
         self._add_values({name: value for name, value in around.items() if name not in written})
@@ -105,7 +104,7 @@ class _Code:
                 self.values[key] = value
             elif isinstance(value, types.FunctionType | functools.partial):
                 self._add(value)
-            # A module with parameters belongs to the model, and its weights change.
+            # A module with parameters belongs to the model, whose weights change during training.
             elif isinstance(value, torch.nn.Module) and not list(value.parameters()):
                 self._add(value)
                 settings = {name: inner for name, inner in vars(value).items() if name != "training"}
@@ -158,7 +157,7 @@ def _text(value: Any) -> str:
 def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the variables of a function's closure, by name."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
+        with contextlib.suppress(ValueError):  # a variable without a value yet
             yield name, cell.cell_contents
 
 

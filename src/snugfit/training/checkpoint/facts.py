@@ -1,16 +1,18 @@
 """Properties (facts) of a run's model, optimizer and schedule, which a checkpoint compares to detect another
 run.
 
-The description of a run (its job, recipe and options) is complete if the run is built from it. Front-ends
-that receive a model, an optimizer and a schedule read facts from these objects. A fact decides a step's
-numbers and is not restored by a checkpoint. Or it is restored, and this would hide a change of the user's.
+If snugfit builds the run, its job, recipe and options describe it completely. Front-ends that receive a
+model, an optimizer and a schedule read facts from these objects. A fact influences the results of a step, and
+a checkpoint does not restore it. Some facts are restored, but the restored value would hide the user's
+change.
 
 {"learning_rate": 0.001, "config.hidden_dropout_prob": 0.1, "dropout.Dropout.p": "0.1 x 25",
 "optimizer.class": "AdamW", "optimizer.lr": 0.001, "schedule.factor at step 100": 0.9, ...}
 
-Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact of one
-side only is compared if it describes a model or its data (`DESCRIBED`). Both sides must also have the same
-software. Restored values that users hardly name (an optimizer's counters, the generators) are not facts.
+Facts are one flat mapping of names to JSON values, so that errors can name each difference. A fact that only
+one run has is compared if it describes a model or its data (`DESCRIBED`). Both runs must then have the same
+package versions. Restored values that users rarely set (an optimizer's counters, random generators) are not
+facts.
 """
 
 from __future__ import annotations
@@ -31,42 +33,43 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 FACTS = "facts"
-"""The key of the facts in a checkpoint's description of its run."""
+"""Key of the run's facts (settings that must not change on resuming) in a checkpoint's description."""
 
 DROPOUT = "dropout."
 DESCRIBED = (DROPOUT, "config.", "adapters", "data_collator.", "loader.")
-"""Prefixes of facts that are compared even if only one of two runs has them; dropout rates even with other
-software."""
+"""Prefixes of facts that are compared even if only one of two runs recorded them. Dropout rates are compared
+even between versions of the packages."""
 
 CONTENT = "dataset.content"
-"""Name of the fact whose value is a checksum that a reader cannot interpret."""
+"""Name of the fact that is a checksum of the dataset. Its values are not shown in errors."""
 
 _FACTOR = ".factor at step"
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000)
-"""Numbers of steps for which a schedule's function is evaluated (chosen)."""
+"""Step numbers at which a learning rate schedule is evaluated for comparison (chosen)."""
 
 _NO_CONFIG_FACTS = frozenset({
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "problem_type", "id2label",
     "label2id", "gradient_checkpointing", "pad_token_id", "bos_token_id", "eos_token_id", "finetuning_task",
     "output_attentions", "output_hidden_states", "return_dict",
 })  # fmt: skip
-"""Fields of a model's config that are not compared, since they change no step or transformers sets them."""
+"""Fields of a model's config that are not compared. They change no step, or transformers sets them itself."""
 
 _NO_ADAPTER_FACTS = frozenset({
     "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
 })  # fmt: skip
-"""Fields of an adapter's config that are not compared, since they change no number."""
+"""Fields of an adapter's config that are not compared, since they do not change the computation."""
 
 _NO_GROUP_FACTS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Fields of an optimizer's group that are not compared, since they only choose an implementation."""
+"""Fields of an optimizer's parameter group that are not compared, since they only select an implementation.
+"""
 
 _PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
-"""Fields of a schedule's state that are progress and not settings. Names with a leading `_` are not settings
+"""Fields of a schedule's state that are progress, not settings. Fields with a leading `_` are no settings
 either."""
 
 _NO_FACT = object()
-"""Marker for a value that has no JSON form, so that checkpoints do not record or compare it."""
+"""Marker for a setting without a JSON form, which checkpoints neither record nor compare."""
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -89,10 +92,10 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     names = [name for name in names if not name.startswith(left_out)]
     wrong = differences(before, now, names) if names else []
     wrong = [f"{text}{TO_GO_ON}" if text.startswith(CODE) else text for text in wrong]
-    # Another schedule differs at many steps, so only the first is named.
+    # If the schedule differs, it differs at many steps, so only the first one is reported.
     factors = [text for text in wrong if _FACTOR in text]
     wrong = [text for text in wrong if text not in factors[1:]]
-    # A side without this fact counts as equal.
+    # If one run has not recorded this fact, both count as equal.
     if before.get(CONTENT, now.get(CONTENT)) != now.get(CONTENT, before.get(CONTENT)):
         wrong.append("the dataset has other samples")
     return wrong
@@ -102,7 +105,7 @@ def model_facts(model: torch.nn.Module) -> Facts:
     """Return properties that identify a model: its class, its numbers of parameters, its config, its dropout,
     its adapters.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's is a shell
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
     parameters = list(model.parameters())
     facts: Facts = {
         "model.class": model_class(model).__name__,
@@ -123,7 +126,7 @@ def model_class(model: torch.nn.Module) -> type[torch.nn.Module]:
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(model, FSDPModule):
-            # FSDP2 inserts its classes before the original one.
+            # FSDP2 replaces a module's class by a subclass, so the original class is searched for.
             kinds = type(model).__mro__
             return kinds[kinds.index(FSDPModule) + 1]
     return type(model)
@@ -177,7 +180,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
     names = dict.fromkeys(name for group in optimizer.param_groups for name in group)
     for name in (name for name in names if name not in _NO_GROUP_FACTS):
         source = [
-            # A schedule changes `lr` when it is created.
+            # A new schedule changes `lr`, so `initial_lr` is recorded.
             group.get("initial_lr", group.get("lr")) if name == "lr" else group.get(name)
             for group in optimizer.param_groups
         ]
@@ -216,7 +219,7 @@ def _factors(scheduler: Any, prefix: str) -> Facts:
         for step in _STEPS:
             try:
                 facts[f"{prefix}{_FACTOR} {step}{group}"] = float(function(step))
-            except Exception:  # the end of a table; a run of that length will find it
+            except Exception:  # such as the end of a table; training will raise it again
                 break
     return facts
 
@@ -250,10 +253,10 @@ def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
 
 def _plain(value: Any) -> Any:
     """Return a value in JSON form: a number, text, or a list of them; `_NO_FACT` for any other type."""
-    if getattr(value, "ndim", 1) == 0:  # a tensor or a number of numpy's
+    if getattr(value, "ndim", 1) == 0:  # a scalar tensor or numpy number
         value = value.item()
     if isinstance(value, str):
-        return str(getattr(value, "value", value))  # an enumeration's text
+        return str(getattr(value, "value", value))  # such as the text of an enum
     if isinstance(value, set | frozenset):
         value = sorted(map(str, value))
     if isinstance(value, list | tuple):

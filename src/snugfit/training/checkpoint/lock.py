@@ -1,14 +1,14 @@
-"""A lock by which one process at a time trains in a folder.
+"""A lock that allows only one process at a time to train in a folder.
 
-`filelock` takes the kernel's lock on a file `.lock`. The kernel frees it after any death of the holder. A
-process forked by the holder (a loader's worker) does not inherit it. The file has one line of JSON about the
-holder, which a second trainer shows in its error.
+`filelock` takes the kernel's lock on a file `.lock`. The kernel releases it when the process ends for any
+reason. A process that the holder forks (a data loader worker) does not inherit it. The file has one line of
+JSON about the holder, which a second process shows in its error.
 
-On a file system without such a lock, the line decides. Its writer is alive if a process with that number runs
-and began at the recorded time. The time is in seconds since this machine's start: it is independent of
-changes of the clock and distinguishes a reused number. A process that rewrites the line takes `.lock.guard`
-before it reads. The existence of that file works as a lock on every file system. A holder on another machine
-cannot be checked: this is left to the user.
+On a file system without such locks, the line itself is the lock. The process that wrote it is alive if a
+process with its number runs and started at the recorded time. The time is in seconds since this machine's
+start: it is independent of changes of the clock and distinguishes a reused number. A process that rewrites
+the line first creates the file `.lock.guard`, which works as a lock on every file system. A holder on another
+machine cannot be checked: the user has to do this.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from snugfit.errors import UsageError
 LOCK, GUARD = ".lock", ".lock.guard"
 
 GRACE_SECONDS = 2.0
-"""Seconds to wait for a lock whose holder is dead or not named yet (chosen)."""
+"""Seconds to wait for the folder's lock if its holder is dead or has not written its name yet (chosen)."""
 
 POLL_SECONDS = 0.02
-"""Seconds between two attempts to take a lock (chosen)."""
+"""Seconds between two attempts to take the folder's lock (chosen)."""
 
 LONGEST_LINE = 4096
 
@@ -47,19 +47,19 @@ class Holder:
     """The process that locked a folder of checkpoints."""
 
     pid: int
-    """The number of the process."""
+    """Id of the process that has the lock."""
 
     started: float
-    """Seconds from the machine's start to the start of the process."""
+    """Start time of the process, in seconds since the machine's start."""
 
     boot: str
-    """The kernel's id of this start of the machine; empty if it has none."""
+    """Id that the kernel gives to each start of the machine; empty if it has none."""
 
     host: str
-    """The name of the machine."""
+    """Name of the machine on which the process runs."""
 
     since: str
-    """Date and time in UTC at which it took the lock."""
+    """Date and time in UTC at which the process took the lock."""
 
     @classmethod
     def current(cls) -> Self:
@@ -77,9 +77,9 @@ class Holder:
         """True if the process that holds the lock still runs; None for a process of another machine."""
         if self.host != socket.gethostname():
             return None
-        # After a restart of the machine, the number may belong to another process.
+        # After a restart of the machine, another process may have the same number.
         started = _start_seconds(self.pid) if self.boot == _boot_id() else None
-        # A later process may have the same number, but not the same start.
+        # Another process may get the same number later, but it has another start time.
         return started is not None and abs(started - self.started) < 1
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def _start_seconds(pid: int) -> float | None:
 
     try:
         process = psutil.Process(pid)
-        # A zombie has ended; only its parent has not read that yet.
+        # A zombie process has ended, but its parent has not read the exit code.
         if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return None
         return process.create_time() - psutil.boot_time()
@@ -125,10 +125,11 @@ def hold_folder(root: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == current.pid:  # a forked child that leaves this block has nothing to release
+        if os.getpid() == current.pid:  # a forked child must not release the lock
             with suppress(OSError):
                 if _read(path) == current:
-                    # The file stays: after its removal, two processes could lock different files.
+                    # The lock file is not removed. Otherwise, two processes could lock different files of
+                    # this name.
                     _write(path, None)
             lock.release(force=True)
 
@@ -142,7 +143,7 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
         holder = _read(path)
         return holder is not None and holder.alive is not False
 
-    path.parent.stat()  # filelock would make the folder
+    path.parent.stat()  # filelock would create the folder,
     if path.is_symlink():  # and write to the target of a link
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     try:
@@ -152,7 +153,7 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
     except OSError as refusal:
         if refusal.errno not in _NO_FLOCK:
             raise
-        # Without the kernel's lock, the guard makes one operation of reading and writing the line.
+        # If the kernel's lock is not supported, the guard file protects reading and writing the line.
         with SoftFileLock(path.with_name(GUARD), timeout=GRACE_SECONDS, poll_interval=POLL_SECONDS):
             if holder_lives():
                 raise _held_by(path, _read(path)) from None
@@ -160,8 +161,8 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
         return
     holder = _read(path)
     if holder is not None and holder.alive and holder.pid != current.pid:
-        raise _held_by(path, holder)  # it holds the folder by its line, without the kernel's lock
-    with suppress(OSError):  # a full disk: the lock holds without its line
+        raise _held_by(path, holder)  # its line in the file is the lock, without the kernel's
+    with suppress(OSError):  # on a full disk, the lock has no line
         _write(path, current)
 
 

@@ -1,11 +1,11 @@
 """The manager of a run's checkpoints: it copies a state between two steps and writes it during the next ones.
 
-Training waits for the copy to the host, and for an unfinished earlier save; never for a disk. A failed save
-is a warning and the run continues, because the next one may work. If the last save fails, the run ends with
-an error.
+Training waits for the copy to the host, and for an unfinished earlier save, but never for a disk. If a save
+fails, the run continues with a warning, because the next save may work. If the last save fails, the run ends
+with an error.
 
-Every front-end has a manager. The front-ends differ in the content of a snapshot, and in the facts that
-distinguish another run's checkpoint.
+Every front-end has a manager. Front-ends differ in the content of a snapshot, and in the properties that
+identify a run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 LONGEST_VALUE = 60
-"""Largest number of characters of a value in an error that compares two runs."""
+"""Largest number of characters of a setting's value in an error about two different runs."""
 
 
 class Writable(Protocol):
@@ -57,7 +57,7 @@ class WrittenByAll(Writable, Protocol):
     """Protocol of a snapshot that several processes write into one checkpoint, each process its own files."""
 
     def write_share(self) -> None:
-        """Write this process's files of the checkpoint, while the first process runs `write`."""
+        """Write this process's own files of the checkpoint, while the first process runs `write`."""
 
     def close(self) -> None:
         """Notify the other processes that the first process has finished or abandoned its write."""
@@ -106,7 +106,8 @@ def named_step(folder: Path, root: Path, *, in_root: bool = True) -> int:
             f"The checkpoint to resume from is {str(folder)!r}; it must be a folder checkpoint-N. "
             f"{root} has {names or 'none'}."
         )
-    # Only the parent is resolved: a linked checkpoint belongs to the folder with the link.
+    # Only the parent folder is resolved. A symbolic link to a checkpoint belongs to the folder that contains
+    # the link.
     if in_root and folder.absolute().parent.resolve() != root.resolve():
         raise UsageError(
             f"The checkpoint to resume from is {str(folder)!r}, and the run's folder is {root}. "
@@ -134,14 +135,15 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._is_waited_for = False
         self.is_too_late: Callable[[], bool] = lambda: False
-        """A function that returns True after the time limit of a stop. A save that is waited for is then
-        abandoned."""
+        """Function that returns True once the time limit for stopping a run is over. A save that the run
+        waits for is then abandoned."""
         self.about: dict[str, Any] = {}
-        """The description of the run in every checkpoint, as JSON values."""
+        """Description of the run, as JSON values, that each checkpoint stores."""
         self.saved_step: int | None = None
-        """The step of the newest checkpoint, or of the one that the run was resumed from."""
+        """Number of the step of the newest checkpoint, or of the checkpoint from which the run was resumed.
+        None without one."""
         self.is_update_checked = False
-        """True after `check_first_update`; set for optimizers that need no check."""
+        """True once `check_first_update` has run, or if the optimizer needs no check."""
         self._failure: Exception | None = None
 
     def check_first_update(self, state: Callable[[], TrainState]) -> None:
@@ -169,21 +171,21 @@ class CheckpointManager:
         if step == self.saved_step:
             return
         begun = time.perf_counter()
-        # The next snapshot reuses the host memory of the previous one.
+        # The new snapshot uses the same host memory as the previous one, which must be written first.
         self.wait()
         snapshot = take(self._staging)
-        # This is set before the write ends, so that no second save of this step starts.
+        # Set before the checkpoint is written, so that no second save of this step starts.
         self.saved_step = step
         if snapshot is None:
             return
         keep = frozenset(() if best is None else (best,))
-        # The thread gets a copy, because the run may change its description meanwhile.
+        # The thread gets a copy, because the training may change the description meanwhile.
         work = (snapshot, dict(self.about), keep, time.perf_counter() - begun)
         write = self._write if self._ranks.is_first else _write_share
         thread = threading.Thread(target=write, args=work, name="snugfit-save")
         try:
             thread.start()
-        except RuntimeError:  # a limit on memory or processes leaves none: then training waits
+        except RuntimeError:  # no thread can start: the training waits instead
             write(*work)
         else:
             self._thread = thread
@@ -202,7 +204,7 @@ class CheckpointManager:
                 needed_bytes=snapshot.bytes,
             )
             refused = self._retain(keep)
-        except ToldElsewhere as ended:  # the steps end by it too
+        except ToldElsewhere as ended:  # the training steps raise it as well
             self._failure = ended
         except SaveStopped as stopped:
             self._failure = stopped
@@ -211,7 +213,7 @@ class CheckpointManager:
         except SaveFailed as failed:
             self._failure = failed
             self._journal.tell("warning", text=f"{failed} The run continues.")
-        except Exception as fault:  # without this the error would be lost in its thread
+        except Exception as fault:  # otherwise, the thread would lose the error
             self._failure = fault
             reason = str(fault) or type(fault).__name__
             self._journal.tell(
@@ -233,7 +235,7 @@ class CheckpointManager:
             if refused:
                 self._journal.tell("warning", text=f"{refused} The run continues.")
         finally:
-            # The other processes wait for this, even after a failure.
+            # The other processes wait for this call, even if saving failed.
             if isinstance(snapshot, WrittenByAll):
                 snapshot.close()
 
@@ -279,7 +281,7 @@ class CheckpointManager:
         self.wait()
         known = len(self.store.broken)
         checkpoint = self.store.newest()
-        # Earlier broken ones were reported already.
+        # Damaged checkpoints that were found earlier were reported already.
         for broken in self.store.broken[known:]:
             self._journal.tell("warning", text=f"ignored {broken}")
         return checkpoint

@@ -5,12 +5,12 @@ it.
      "files": {"model.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
      "about": {...}, "sha256": "..."}
 
-`files` names every file, by its path inside the folder. The last `sha256` is that of all the rest, written as
-JSON with sorted keys and no spaces. It protects the manifest itself from a flipped bit, as the files are.
-That rule and the names `schema`, `what`, `snugfit` and `sha256` must be the same in every later schema. With
-them, an older snugfit recognizes a newer checkpoint and does not call it broken.
+`files` names every file, by its path inside the folder. The last `sha256` is that of all other fields,
+written as JSON with sorted keys and no spaces. It detects a changed bit in the manifest itself. That rule and
+the names `schema`, `what`, `snugfit` and `sha256` must be the same in every later schema. With them, an older
+snugfit recognizes a newer checkpoint and does not report it as damaged.
 
-A reader of a checkpoint reads all of its bytes anyway, so they are always compared with their checksums.
+A resumed run reads all bytes of a checkpoint in any case, so they are always compared with their checksums.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 
 CHUNK_BYTES = 1 << 20
-"""Number of bytes of a file that are read between two checks for a stop (chosen)."""
+"""Number of bytes of a file that are read between two checks for a stop signal (chosen)."""
 
 LARGEST_JSON = 1 << 30
-"""Largest size in bytes of a JSON file other than the manifest: a log of a million steps has a fifth
-(chosen)."""
+"""Largest size in bytes of a JSON file other than the manifest (chosen). A log of a million steps has a fifth
+of it."""
 
 _DAMAGE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
     errno.EIO, errno.EBADMSG, errno.EUCLEAN,
 }  # fmt: skip
-"""System errors of a missing file, or a disk that lost it. Other errors (no permission, too many open files)
-prove nothing about the checkpoint."""
+"""Error numbers of the operating system for a file that is missing or lost by the disk. Others, such as no
+permission, do not show that the checkpoint is damaged."""
 
 
 class BrokenCheckpoint(SnugfitError):
@@ -64,10 +64,10 @@ class Contents:
     """The size and the checksum of one file of a checkpoint."""
 
     bytes: int
-    """The size of the file."""
+    """Size of the file in bytes."""
 
     sha256: str
-    """The checksum of its bytes, in hexadecimal digits."""
+    """SHA-256 checksum of the file, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +75,16 @@ class Checkpoint:
     """A complete checkpoint: its files match the list (manifest) in its folder."""
 
     folder: Path
-    """The folder of the checkpoint."""
+    """Path of the checkpoint's folder."""
 
     step: int
-    """The number of optimizer steps before it."""
+    """Number of optimizer steps that the run had finished."""
 
     files: Mapping[str, Contents]
-    """Every file except the manifest, by its path inside the folder."""
+    """Size and checksum of each file except the manifest, by its path inside the folder."""
 
     about: Mapping[str, Any]
-    """The description of the run that its writer stored."""
+    """Description of the run that was stored in the checkpoint."""
 
 
 def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], bool]) -> dict[str, Contents]:
@@ -101,7 +101,7 @@ def seal(folder: Path, step: int, about: Mapping[str, Any], stop: Callable[[], b
         raise SnugfitError(f"{MANIFEST} is the name of a checkpoint's manifest. Rename the other file.")
     files = {name: _contents(folder, name, stop=stop, sync=True) for name in sorted(names)}
     _write_manifest(folder / MANIFEST, step, files, about)
-    # Inner folders come first, because an outer one refers to them.
+    # Inner folders are flushed first, because outer ones refer to them.
     for inner in reversed(folders):
         sync(inner)
     return files
@@ -128,7 +128,7 @@ def _write_manifest(path: Path, step: int, files: Mapping[str, Contents], about:
     }
     with _naming(path):
         write_document(path, {**document, "sha256": checksum(document)})
-        # `read_document` refuses a larger file, so such a checkpoint could never be resumed.
+        # `read_document` rejects larger files, so a checkpoint with one could not be resumed.
         if path.stat().st_size > LARGEST_DOCUMENT:
             raise SnugfitError(
                 f"{path.name} would have more than {LARGEST_DOCUMENT} bytes: store a shorter description."
@@ -173,7 +173,7 @@ def _contents(folder: Path, name: str, *, stop: Callable[[], bool], sync: bool) 
     digest, total, piece = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with _naming(path):
         _plain(folder, name)
-        # The file may be a link or a pipe by now: the first is refused, the second does not block.
+        # The file may have become a link or a pipe: a link raises an error, a pipe does not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             while True:
@@ -302,7 +302,7 @@ def _contents_of(name: str, fields: object) -> Contents:
 
 def _is_inside(name: str) -> bool:
     try:
-        # JSON can contain a lone surrogate, which no file name can.
+        # JSON may contain a lone surrogate, but a file name cannot.
         os.fsencode(name)
     except UnicodeEncodeError:
         return False

@@ -10,11 +10,11 @@ Frozen weights of a model with adapters are not saved, because a resumed run bui
 checksums prove that they are the same. A frozen tensor that has changed during the run is saved, such as a
 weight with merged adapters, or a running mean.
 
-The set of trainable parameters may change during a run. No `state_dict` has plain attributes, and a step may
-depend on them. A rotary embedding that grows with its sequences stores its size in a number, for example.
-Numbers are saved once they differ from their value at the start of the run. The constructor or the user has
-set that value. Tensors are always saved. Exceptions are parameters and buffers under another name, and
-results that still have their graph.
+The set of trainable parameters may change during a run. A step may also depend on plain attributes of
+modules, which no `state_dict` has. For example, a rotary embedding that grows with its sequences stores its
+size as a number. Numbers are saved if they differ from their value at the start of the run. Tensors in
+attributes are always saved. Exceptions are parameters and buffers with a second name, and tensors with an
+autograd graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MODEL_STATE, MODEL_TENSORS = "model_state.json", "model_state.safetensors"
 
 _WEIGHT, _EXTRA = "weight.", "extra."
-"""Prefixes of tensor names in the file: of the model's tensors, and of extra state."""
+"""Prefixes of tensor names in the file: for parameters and buffers, and for extra state of modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class ModelBeginning:
     """
 
     frozen: Mapping[str, int]
-    """Checksums of frozen tensors; of models with adapters only."""
+    """Checksums of frozen tensors by name; empty for models without adapters."""
 
     numbers: Numbers
-    """Numbers in the attributes of its modules."""
+    """Values of numeric attributes of the model's modules."""
 
 
-# Weak keys: the record of a model must not keep it alive.
+# With weak keys, the record does not keep the model alive.
 _BEGINNINGS: WeakKeyDictionary[torch.nn.Module, ModelBeginning] = WeakKeyDictionary()
 
 
@@ -63,22 +63,22 @@ class ModelState:
     """The part of a model's state that the files of transformers and peft omit, for a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Saved tensors by their names among the model's parameters and buffers."""
+    """Saved parameters and buffers by name."""
 
     transient: Sequence[str]
-    """Names of the buffers among them that are in no `state_dict`."""
+    """Names of the saved buffers that a `state_dict` omits."""
 
     frozen: Mapping[str, int]
-    """Checksums of the frozen tensors that are not saved."""
+    """Checksums of the frozen tensors that are not saved, by name."""
 
     active: Sequence[str]
-    """The adapters that the forward pass uses."""
+    """Names of the adapters that the forward pass uses."""
 
     extra: Any
-    """Extra state of modules and of adapters, without its tensors."""
+    """Extra state of modules and adapters as JSON values, without its tensors."""
 
     extra_tensors: Mapping[str, torch.Tensor]
-    """The tensors of `extra`, by their names there."""
+    """Tensors of the extra state, by the names with which `extra` refers to them."""
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors of the model's state that are saved."""
@@ -108,7 +108,7 @@ class ModelState:
                 places[id(value)] = (MODEL_TENSORS, _WEIGHT + name)
             if location := places[id(value)]:
                 kept_in[name] = location
-        # A plain model has no state beside its files, so no file is written.
+        # A plain model has no state besides its weight files, so no further file is written.
         if not kept_in and not self.frozen and not self.extra:
             return
         tensors = {**rest, **{_EXTRA + name: value for name, value in self.extra_tensors.items()}}
@@ -136,7 +136,7 @@ def model_state_of(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     frozen: dict[str, int] = {}
     if among is not None:
-        # Tied weights have different names and one address.
+        # Tied weights have several names for the same address.
         addresses = {adapters.address_of(tensor) for tensor in among}
         left_out = {
             name: value
@@ -144,7 +144,7 @@ def model_state_of(
             if adapters.address_of(value) not in addresses and not adapters.is_of_adapter(model, name)
         }
         before, now = beginning_of(model).frozen, _checksums(left_out)
-        # A tensor that equals its checksum at the start is built again by a resumed run.
+        # A frozen tensor that is unchanged since the start need not be saved: a resumed run builds it again.
         frozen = {name: now[name] for name in left_out if now[name] == before.get(name)}
         tensors = {name: value for name, value in tensors.items() if name not in frozen}
     extra, extra_tensors = _extra_state(model)
@@ -171,7 +171,7 @@ def _extra_state(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
     if not states and not allocators and not attributes:
         return None, {}
     try:
-        # `pack` raises for values that no JSON or safetensors file can have.
+        # `pack` raises an error for values that neither JSON nor safetensors can contain.
         return pack({"modules": states, "allocators": allocators, "attributes": attributes})
     except SnugfitError as fault:
         raise SnugfitError(f"get_extra_state of {', '.join(states)}: {fault}") from None
@@ -188,7 +188,7 @@ def beginning_of(model: torch.nn.Module) -> ModelBeginning:
     first step.
     """
     if model not in _BEGINNINGS:
-        # Only adapted models leave frozen weights out of their checkpoints.
+        # Only checkpoints of models with adapters omit frozen weights.
         frozen = _frozen_tensors(model, set(model.state_dict())) if adapters.is_adapted(model) else {}
         _BEGINNINGS[model] = ModelBeginning(frozen=_checksums(frozen), numbers=numbers_of(model))
     return _BEGINNINGS[model]
@@ -214,7 +214,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     try:
         flat = tensor.contiguous().reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        # `view` needs an aligned address and a whole number of elements.
+        # Viewing bytes as integers needs an aligned address and a whole number of elements.
         is_aligned = flat.nbytes % 4 == 0 and flat.storage_offset() * flat.element_size() % 4 == 0
         bits = flat.view(torch.int32 if is_aligned else torch.uint8)
         return bits.sum(dtype=torch.int64) if not tensor.is_meta else torch.zeros((), dtype=torch.int64)
@@ -248,12 +248,12 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
     """
     from safetensors.torch import load_file
 
-    # Checksums must be of the weights as built, so this precedes the loading.
+    # Checksums must be those of the model before loading.
     beginning_of(model)
     if not has_model_state(folder):
         return
     document = _read(folder)
-    # Each file is read once, even if many tensors refer to it.
+    # Each file is read once, even if it contains many of the tensors.
     files = {file: load_file(folder / file) for file in {file for file, _ in document["kept_in"].values()}}
     values = {name: files[file][key] for name, (file, key) in document["kept_in"].items()}
     if document["frozen"] or adapters.is_adapted(model):
@@ -263,7 +263,7 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
         if name in own:
             _put(model, own[name], name, value)
         elif state_parts().lacks_layers(model):
-            continue  # another stage has it
+            continue  # another pipeline stage has it
         elif name in document["transient"]:
             _make_buffer(model, name, value)
         else:
@@ -281,12 +281,12 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
 
 def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
     """Copy a saved value into the model's parameter or buffer of this name. A buffer of another size is
-    replaced.
+    replaced by a new one.
     """
     import torch
 
     if own.shape == value.shape:
-        # The value is copied in place, since optimizers and tied weights refer to the parameter.
+        # The tensor is overwritten in place, because optimizers and tied weights refer to it.
         with torch.no_grad():
             own.copy_(value)
         return
@@ -306,7 +306,7 @@ def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None
     if module is None:
         return
     placed = value.to(next(model.parameters()).device)
-    # A buffer that is None at construction is registered already.
+    # A buffer that was None in the constructor is registered already.
     if leaf in module._buffers:
         setattr(module, leaf, placed)
     elif not hasattr(module, leaf):
@@ -322,7 +322,7 @@ def _refuse_another_base(
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and name not in values]
     unknown = [name for name in due if name not in own and name not in document["transient"]]
     before, active = beginning_of(model).frozen, adapters.active_adapters(model)
-    # A weight without a checksum of this run is not compared.
+    # A weight whose checksum the present run does not have is not compared.
     changed = [name for name, bits in document["frozen"].items() if before.get(name, bits) != bits]
     faults = {
         f"it does not contain {_first(lost)}, which train in this run": lost,
@@ -345,13 +345,14 @@ def _first(names: Sequence[str]) -> str:
 
 
 Numbers = Mapping[tuple[str, str], Any]
-"""Values by the names of module and attribute."""
+"""Numeric attributes of modules, by the names of module and attribute."""
 
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
-"""Attributes of modules that loops set, and that are not state."""
+"""Attributes of modules that training loops set themselves, so that checkpoints omit them."""
 
 _MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_")
-"""Prefixes of marks that accelerate, transformers and DeepSpeed leave on a model.
+"""Prefixes of attributes with which accelerate, transformers and DeepSpeed mark a model. Checkpoints omit
+them.
 
 A restored `_is_accelerate_prepared` in another process would keep accelerate from wrapping the model in
 autocast.
@@ -371,7 +372,7 @@ def numbers_of(model: torch.nn.Module) -> Numbers:
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        # `type`, since a subclass such as an enum would be restored as a plain number.
+        # Exact types, because a subclass such as an enum would be restored as a plain number.
         if type(value) in (bool, int, float) and _is_memory(name)
     }
 
@@ -392,11 +393,11 @@ def attributes_to_keep(model: torch.nn.Module, before: Numbers) -> dict[str, dic
 def _plain_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     import torch
 
-    # A parameter under a second name would be restored twice.
+    # A parameter with a second name would be restored twice.
     addresses = {address_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            # A result with a graph is a cache of the last forward pass, not a state.
+            # A tensor with an autograd graph is a cached result of the last forward pass, not state.
             is_left_out = type(value) is not torch.Tensor or not value.is_leaf or value.is_meta
             if not is_left_out and value.layout == torch.strided and value.data_ptr() not in addresses:
                 yield path, name, value
@@ -416,7 +417,7 @@ def restore_attributes(model: torch.nn.Module, attributes: Mapping[str, Mapping[
             if path not in modules or not _is_memory(name):
                 continue
             own = vars(modules[path]).get(name)
-            # A tensor of the same shape is filled in place, because other modules may refer to it.
+            # A tensor of the same shape is overwritten in place, because other modules may refer to it.
             if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and own.shape == value.shape:
                 with torch.no_grad():
                     own.copy_(value)

@@ -1,12 +1,13 @@
 """Saving and restoring of an optimizer's state, and refusal of optimizers that cannot be resumed.
 
-States are saved and restored unchanged. torch's own `load_state_dict` casts each to its parameter's dtype:
-this would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` wraps them for FSDP.
+States are saved and restored unchanged. torch's own `load_state_dict` casts each state to its parameter's
+dtype, which would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` changes the form
+of its states for FSDP.
 
 Some optimizers store more than torch requires: states under names instead of parameters, numbers and tensors
-as attributes. These are saved too. Values that cannot be saved (an object, a function, another optimizer) are
-refused by name. An optimizer that updates weights within the backward pass is refused too: a step that is
-rejected would already have changed them.
+as attributes. These are saved too. Values that cannot be saved (an object, a function, another optimizer)
+raise an error that names them. An optimizer that updates weights within the backward pass is refused too: a
+rejected step would already have changed weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _TORCHS_OWN = frozenset({"defaults", "state", "param_groups"})
-"""Attributes that every torch optimizer has, which are saved separately."""
+"""Attributes that every torch optimizer has. A checkpoint saves them separately from a subclass's own."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -69,12 +70,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
         )
     local = state_parts().local_optimizer(optimizer)
     elsewhere = {id(weight) for weight in updated_elsewhere(optimizer)}
-    # States of the constructor (Adagrad's) must not remain next to the saved ones.
+    # Optimizer states that a constructor creates (Adagrad's) must not stay beside the loaded ones.
     local.state.clear()
     for index, state in saved["states"].items():
         if id(weight := parameters[index]) not in elsewhere:
             local.state[weight] = dict(state)
-            # A feature puts paged states back into managed memory.
+            # Some features move optimizer states into CUDA managed memory again.
             for place_state in hooks("place_state"):
                 place_state(local, weight)
     local.state.update(saved.get("named_states", {}))
@@ -107,7 +108,7 @@ def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
     If the run `keeps` checkpoints, an optimizer that wraps other optimizers is refused too.
     """
     kind = type(optimizer).__name__
-    # transformers' layerwise optimizers have the first attribute, and LOMO the second.
+    # The first attribute identifies transformers' layerwise optimizers, the second one LOMO.
     if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
         raise UsageError(
             f"{kind} updates weights during the backward pass. Then no step can be stopped before its "
@@ -131,7 +132,7 @@ def _argument_of_step(owner: Any) -> str | None:
     """Return the name of the first required argument of an optimizer's or a schedule's `step`; None without
     one.
     """
-    try:  # of the class: schedules wrap the method of an optimizer
+    try:  # of the class, since schedules wrap the object's method
         parameters = list(inspect.signature(type(owner).step).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):
         return None

@@ -1,16 +1,17 @@
 """Nested states, stored without pickle: tensors in safetensors, all other values in strict JSON.
 
 A state has the form of `state_dict()`: dicts, lists and tuples of tensors, numbers, text and None, nested to
-any depth. `pack` splits it. Each tensor goes into a flat dict under a number. The remaining tree has that
-number and the tensor's device (`cpu` or `cuda`; an optimizer's step count stays on its device).
+any depth. `pack` splits it. Each tensor goes into a flat dict under a number. The remaining tree contains
+this number and the tensor's device, `cpu` or `cuda`. An optimizer's step count, for example, must stay on its
+device.
 
-`unpack` rebuilds the state, bit for bit. JSON writes a float so that it reads back the same. Values without a
-JSON form (NaN, infinities, integer keys, tuples) are written under a tag. A tensor in several places (the
-code book of 8-bit moments) is written once and is one tensor again. A state may refer to a parameter of the
-run (as GrokAdamW's groups do, by key). It is written as an index, and becomes the same parameter again.
+`unpack` rebuilds the state, bit for bit. Python writes floats to JSON so that the same float is read back.
+Values that JSON does not have (NaN, infinities, integer keys, tuples) are written with a tag. A tensor that
+occurs in several places (the code book of 8-bit moments) is written once, and is shared again after loading.
+If a state refers to a parameter of the run (such as a key of GrokAdamW's groups), its index is written.
 numpy's numbers and arrays, and torch's dtypes, keep their types.
 
-Nothing here is pickled, so reading runs no code.
+Nothing is pickled, so reading a state never runs code.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 TENSOR, TUPLE, PAIRS, FLOAT = "tensor", "tuple", "pairs", "float"
 PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
-"""Tags in the JSON tree for values without a JSON form."""
+"""Tags in the JSON tree for values that JSON does not have, such as dtypes."""
 
 ARRAY = "array"
-"""Word in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
+"""Tag in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
 
 
 def pack(state: Any, parameters: Sequence[torch.Tensor] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -51,7 +52,7 @@ class _Packer:
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         if id(tensor) not in self._names:
-            self._seen.append(tensor)  # alive, so that no other tensor takes its id
+            self._seen.append(tensor)  # kept alive, so that its id stays unique
             self._names[id(tensor)] = str(len(self.tensors))
             self.tensors[self._names[id(tensor)]] = tensor.detach()
         return self._names[id(tensor)]
@@ -65,7 +66,7 @@ class _Packer:
             return {TUPLE: self._each(value)}
         if isinstance(value, list):
             return self._each(value)
-        # JSON's keys are text; pairs preserve the type of each key.
+        # Keys in JSON are text, so pairs are stored, which preserve the type of each key.
         if isinstance(value, Mapping):
             return {PAIRS: [[self._key(key), self.tree(item)] for key, item in value.items()]}
         return self._numpy(value) if type(value).__module__ == "numpy" else _plain(value)
@@ -113,11 +114,11 @@ def _plain(value: Any) -> Any:
 
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
-    # A bool is an int as well, so it comes first.
+    # A bool is also an int in Python, so it is tested first.
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        # A subclass such as IntEnum becomes a plain int.
+        # An instance of a subclass such as IntEnum becomes a plain int.
         return int(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(value)}

@@ -1,7 +1,7 @@
 """The error for a failed save: the file, the reason, and the needed and free bytes.
 
-Libraries that are not Python's word a system error in their own way. safetensors raises an error that is no
-`OSError` and ends in `(os error 28)`. That number is the system's and is read as such.
+Libraries in other languages report system errors in their own form. safetensors raises an error that is no
+`OSError` and ends in `(os error 28)`. This number is the system's error number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from snugfit.errors import SnugfitError
 from snugfit.training.checkpoint.manifest import BrokenCheckpoint
 from snugfit.units import show_bytes
 
-# safetensors reports errors of the system in words, as Rust does.
+# safetensors, which is written in Rust, has the system's error number in its message.
 _IN_WORDS = re.compile(r"\(os error ([0-9]+)\)\W*$")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -53,7 +53,7 @@ def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: in
         with suppress(OSError):
             free = shutil.disk_usage(final.parent).free
             room.append(f"{show_bytes(free)} are free")
-            # EFBIG is a limit on one file, however much of the disk is free.
+            # EFBIG is the limit for one file, which is independent of the free disk space.
             if needed_bytes is not None and free > needed_bytes and refusal.errno != errno.EFBIG:
                 room = ["there is room for its bytes: see the quota, and the number of files (df -i)"]
     figures = f" ({', '.join(room)})" if room else ""

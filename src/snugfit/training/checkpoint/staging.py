@@ -1,12 +1,12 @@
-"""The host memory of snapshots: page-locked memory, allocated once and reused for every snapshot.
+"""The host memory for snapshots of a run's state: page-locked memory, allocated once and reused for every
+snapshot.
 
-A copy to ordinary memory goes through a buffer of the driver; the device writes to page-locked memory
-directly. Locking pages takes time too, so it is done once, in a thread, during the first steps. A state of
-4.0 GB was then copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
+A copy from the device to ordinary memory goes through a buffer of the driver. A copy to page-locked memory is
+direct. Locking pages takes time too, so it is done once, in a thread, during the first steps. A state of 4.0
+GB was then copied in 0.25 s (results/h200-2026-11-22/train-overhead-waiting.json).
 
-Memory is allocated in chunks whose size is a power of two. torch's allocator of page-locked memory would
-round any other size up to one. A tensor in it has a storage of its own, as the writers of safetensors
-require.
+Memory is allocated in chunks whose size is a power of two, because torch's allocator would round other sizes
+up. Each tensor in a chunk has its own storage, as safetensors requires.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 256 << 20
-"""Smallest size of a chunk of page-locked memory in bytes (chosen): small against a state, large against a
-tensor."""
+"""Smallest size in bytes of one allocation of page-locked memory (chosen): small compared with a model's
+state, large compared with a tensor."""
 
 ALIGNED = 256
-"""Alignment of tensors in a chunk in bytes, as in CUDA's own memory."""
+"""Alignment in bytes of tensors in page-locked memory, the same as of CUDA's own memory."""
 
 
 class Staging:
@@ -60,7 +60,7 @@ class Staging:
         A copy from a GPU is complete after a synchronization with the device.
         """
         key = (tensor.device.type, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        # Empty tensors have no address that identifies them.
+        # An empty tensor has no address by which it can be identified.
         copied = self._copies.get(key) if tensor.numel() else None
         if copied is None:
             copied = self._copies[key] = self.copy_passing(tensor)
@@ -95,11 +95,11 @@ class Staging:
     def _take(self, size: int) -> bool:
         import torch
 
-        # torch rounds page-locked memory up to a power of two anyway.
+        # torch rounds page-locked allocations up to a power of two in any case.
         whole = max(CHUNK_BYTES, 1 << (size - 1).bit_length())
         try:
             self._chunks.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError:  # page-locked memory is short: use ordinary memory
+        except RuntimeError:  # no page-locked memory is left: use ordinary memory
             return False
         return True
 

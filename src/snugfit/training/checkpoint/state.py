@@ -6,9 +6,9 @@
   and groups, schedule, gradient scaler, all random generators, and the progress of the run
   (`packed_state.py`).
 
-A checkpoint is made in two parts. `snapshot` copies everything to the host between two steps, and training
-waits for it alone. `write` writes the copies into a folder, in a thread of its own, during the next steps.
-Weights are never cast: the trained weights are saved, and a resumed run continues bit for bit.
+A checkpoint is saved in two parts. `snapshot` copies everything to the host between two steps, while the
+training waits. `write` writes the copies into a folder, in its own thread, during the next steps. Weights are
+never cast, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 STATE, TENSORS = "state.json", "state.safetensors"
 
 RANDOM_OF_OTHERS = "random_of_others"
-"""Key of the random generators of all processes after the first, by rank."""
+"""Key of the random generators' states of all ranks after the first."""
 
 _KEPT = ("optimizer", "scheduler", "scaler", "random", "progress", "frozen")
-"""Keys that the state of every checkpoint has."""
+"""Keys that the saved state of every checkpoint has."""
 
 
 @dataclass(kw_only=True)
@@ -57,28 +57,28 @@ class RunProgress:
     """Number of finished optimizer steps."""
 
     skipped: int = 0
-    """Number of these without an update: an overflow of the gradient scaler, or a rejected step."""
+    """Number of finished steps that changed no weights: gradient scaler overflows and rejected steps."""
 
     skipped_in_a_row: int = 0
-    """Number of skipped steps at the end, in a row."""
+    """Number of skipped steps at the end of the run so far, in a row."""
 
     best_metric: float | None = None
-    """The best value so far of the metric that chooses the best model."""
+    """Best value so far of the metric that selects the best model; None before an evaluation."""
 
     best_step: int | None = None
-    """The step of the best value."""
+    """Number of the step with the best value; None before an evaluation."""
 
     evaluations_without_gain: int = 0
-    """Number of evaluations since then; early stopping counts them."""
+    """Number of evaluations since the best value, which early stopping counts."""
 
     unevaluated: bool = False
-    """True if a signal abandoned the evaluation after this step: a resumed run repeats it first."""
+    """True if a signal ended the evaluation after this step. A resumed run repeats the evaluation first."""
 
     evaluated: dict[str, Any] | None = None
-    """The metrics of the last evaluation, by name."""
+    """Metrics of the last evaluation, by name; None before one."""
 
     losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, as many as the check for spikes uses (`spikes.py`)."""
+    """Losses of the last steps, as many as the detection of loss spikes needs (`spikes.py`)."""
 
     def count(self, updated: bool, *, most_skipped: int) -> None:
         """Count a step, as skipped unless it `updated` the weights. Raises `SnugfitError` after
@@ -97,7 +97,7 @@ class RunProgress:
     def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
         """Store an evaluation's metric; return True if it is the best so far by more than `threshold`."""
         before = self.best_metric
-        # The first value counts as a gain, unless it is NaN.
+        # The first value counts as an improvement, unless it is NaN.
         gain = math.inf if before is None else value - before if higher_is_better else before - value
         better = not math.isnan(value) and gain > threshold
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
@@ -113,11 +113,12 @@ class TrainState:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     runs: torch.nn.Module | None = None
-    """The module that a step calls in the model's place, if several processes train it together."""
+    """Wrapper of the model that a step calls, if several processes train the model together. None calls the
+    model."""
     ranks: Ranks = ALONE
-    """This process among those that train together."""
+    """Rank of this process, and the exchanges with the other ranks."""
     scheduler: Any
-    """The learning rate's schedule: torch's, or any object with a `step` and a `state_dict`."""
+    """Learning rate schedule: torch's, or any object with `step` and `state_dict`."""
     scaler: torch.amp.GradScaler | None
     device: torch.device
     progress: RunProgress = field(default_factory=RunProgress)
@@ -136,25 +137,25 @@ class Snapshot:
     """A copy of a run's state on the host, from between two steps."""
 
     weights: ModelWeights
-    """All state of the model."""
+    """Copies of the model's weights and all its other state."""
 
     tree: Any
-    """All other state, without its tensors."""
+    """All state besides the model's, as JSON values without its tensors."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The tensors of `tree`, by their names there."""
+    """Tensors of that state, by the names with which `tree` refers to them."""
 
     step: int
-    """The number of finished optimizer steps."""
+    """Number of finished optimizer steps."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """A front-end's own text files, by name."""
+    """Contents of text files that the front-end adds to the checkpoint, by file name."""
 
     processing: Any = None
-    """A tokenizer or processor to save with it, or None."""
+    """Tokenizer or processor that the checkpoint includes; None without one."""
 
     weights_folder: str = ""
-    """The folder within the checkpoint for its weights; empty for the checkpoint itself."""
+    """Subfolder of the checkpoint for the model's weights; empty for the folder itself."""
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint's files into `folder`."""
@@ -206,7 +207,8 @@ def snapshot(
         files=files or {},
         processing=processing,
     )
-    # Copies to page-locked memory are asynchronous, and the next step changes their sources.
+    # Copies to page-locked memory are asynchronous, so they must end before the next step changes their
+    # sources.
     if state.device.type == "cuda":
         import torch
 
@@ -267,7 +269,7 @@ def release_unused_memory(device: torch.device) -> None:
 
     import torch
 
-    # Models and optimizers have reference cycles, which only the collector frees.
+    # Models and optimizers contain reference cycles, which only the garbage collector frees.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -353,7 +355,7 @@ def restore(state: TrainState, folder: Path) -> int:
     if state.scaler is not None and saved["scaler"] is not None:
         state.scaler.load_state_dict(saved["scaler"])
     state.progress = RunProgress(**saved["progress"])
-    # A process that the earlier run did not have draws from its own seed.
+    # A process that did not exist in the earlier run draws random numbers from its own seed.
     if state.ranks.rank < len(random):
         restore_all_rng_states(random[state.ranks.rank], state.device)
     return len(random)

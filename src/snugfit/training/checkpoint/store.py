@@ -6,13 +6,15 @@
 - `checkpoint-10.broken/`: a checkpoint that was found damaged, and is never counted.
 - `checkpoint-30.superseded/`: a checkpoint after the earlier one that a run has gone back to.
 
-A save fills a draft *next to* the final folder, on one file system, so a rename is enough to show it. Then
-each file's checksum is computed, and the file is synced. The manifest is next, then the draft's entries, the
-rename, and the store's entries. A failure before the rename leaves a draft, which the next process to open
-the store removes. A failure after it leaves a checkpoint. For the same reason, a folder is renamed before it
-is removed. A checkpoint that is being replaced has a hidden name meanwhile.
+A checkpoint is written to a draft folder next to the final one, on the same file system, and then renamed.
+First each file's checksum is computed, and the file is flushed to the disk. The manifest (list of files) is
+next, then the draft's entries, the rename, and the entries of the parent folder. After a failure before the
+rename, the next process that opens the store removes the draft. After a later failure, the checkpoint is
+complete. For the same reason, a folder is renamed before it is removed. While a checkpoint is being replaced,
+it has a hidden name.
 
-The store handles files, not tensors. Only the holder of the folder's lock calls its methods, one at a time.
+The store handles files, not tensors. Only the process with the folder's lock calls its methods, one at a
+time.
 """
 
 from __future__ import annotations
@@ -55,16 +57,16 @@ class Broken:
     """A damaged checkpoint that a search for the newest one ignored."""
 
     step: int
-    """The step in its name."""
+    """Step number in the name of the checkpoint."""
 
     folder: Path
-    """Its path before the renaming."""
+    """Path of the checkpoint's folder before it was renamed."""
 
     fault: str
-    """The file, and its fault."""
+    """Name of the damaged file, and the damage."""
 
     moved_to: Path
-    """Its present path: the folder was renamed, unless the file system is read-only."""
+    """Path of the checkpoint's folder now. It was renamed, unless the file system is read-only."""
 
     def __str__(self) -> str:
         beside = f" (renamed to {self.moved_to.name})" if self.moved_to != self.folder else ""
@@ -77,7 +79,7 @@ class Store:
     def __init__(self, root: Path, *, begin_anew: str = "with --restart") -> None:
         self.root, self._begin_anew = root.absolute(), begin_anew
         self.broken: list[Broken] = []
-        """The checkpoints that `newest` ignored."""
+        """Damaged checkpoints that `newest` skipped."""
 
     def prepare(self) -> None:
         """Create the folder, and try each operation of a save once, before the first step.
@@ -113,11 +115,11 @@ class Store:
             if not (mark := _HIDDEN.fullmatch(path.name)):
                 continue
             step, final = int(mark[2]), self._folder(int(mark[2]))
-            # A replaced checkpoint is needed only if its successor is not whole.
+            # The replaced checkpoint is needed only if the new one is incomplete.
             if mark[1] != "replaced" or _looks_whole(final, step):
                 _remove(path)
                 swept.append(path)
-            # A broken successor keeps its name; `newest` then returns the replaced one.
+            # An incomplete new checkpoint keeps its name, and `newest` returns the replaced one.
             elif not os.path.lexists(final):
                 path.rename(final)
         return swept
@@ -136,7 +138,7 @@ class Store:
         An existing one of the same step is replaced. `about` may have any JSON values. Raises `SaveFailed` if
         the system refuses, and `SaveStopped` soon after `stop` returns True.
         """
-        # Values without a JSON form raise here, before anything is written.
+        # Values that JSON cannot represent raise an error here, before any file is written.
         about = json.loads(json.dumps(dict(about), allow_nan=False))
         draft = self._hidden_name("draft", step)
         try:
@@ -146,7 +148,7 @@ class Store:
             if stop():
                 raise SaveStopped(f"The save of step {step} was stopped. Earlier checkpoints are unchanged.")
             self._show(draft, step)
-        # torch's CheckpointException is a BaseException, and no draft may be left over.
+        # torch's CheckpointException is a BaseException. After any error, the unfinished folder is removed.
         except BaseException as fault:
             reason = why(fault, draft)
             _remove(draft)
@@ -156,16 +158,16 @@ class Store:
         return Checkpoint(folder=self._folder(step), step=step, files=files, about=about)
 
     def _show(self, draft: Path, step: int) -> None:
-        """Rename a finished draft of a checkpoint to its final name. An older checkpoint of that name exists
+        """Rename a complete draft of a checkpoint to its final name. An older checkpoint of that name exists
         until the rename.
         """
         final, before = self._folder(step), self._hidden_name("replaced", step)
         if os.path.lexists(final):
-            # No folder can be renamed to the name of a folder with files.
+            # A folder cannot be renamed to the name of a non-empty folder.
             final.rename(before)
         try:
             draft.rename(final)
-            # The new name must be on the disk before the old checkpoint is removed.
+            # The new name must be flushed to the disk before the old checkpoint is removed.
             sync(self.root)
         except BaseException:
             with suppress(OSError):
@@ -212,7 +214,7 @@ class Store:
     def _set_aside(self, broken: Broken) -> Broken:
         try:
             return replace(broken, moved_to=self._rename_aside(broken.step, broken.folder, "broken"))
-        except OSError:  # a read-only folder
+        except OSError:  # the folder may be read-only
             return broken
 
     def restart(self) -> list[Path]:
@@ -255,12 +257,13 @@ class Store:
             if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
         ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
-        # `newest` counts as 1 or 0: `whole[1:]` leaves out the newest.
+        # `newest` is 1 or 0, so that `whole[1:]` excludes the newest checkpoint from removal.
         spare = [(step, folder) for step, folder in reversed(whole[newest:]) if step not in keep]
         spare = spare[: max(0, surplus)]
         gone = [self._hidden_name("gone", step) for step, _ in spare]
         try:
-            # All are renamed first, so that an interrupted removal leaves no partial checkpoint.
+            # All folders are renamed before any is removed, so that an interruption leaves no partial
+            # checkpoint.
             for (_, folder), hidden in zip(spare, gone):
                 folder.rename(hidden)
             if gone:
@@ -287,7 +290,7 @@ class Store:
             raise SnugfitError(
                 f"{self.root} cannot be read: {refusal.strerror}. Name another folder."
             ) from None
-        # In this order, reversed, a checkpoint precedes the one that it replaced.
+        # In the reverse of this order, a checkpoint comes before the one that it replaced.
         by_age = [(int(mark[1]), True, path) for path in paths if (mark := _NAME.fullmatch(path.name))]
         for path in paths:
             if (mark := _HIDDEN.fullmatch(path.name)) and mark[1] == "replaced":
@@ -295,7 +298,7 @@ class Store:
         return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
     def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
-        """Rename a checkpoint so that it no longer counts; return its new path."""
+        """Rename a checkpoint so that searches ignore it; return its new path."""
         path = self.root / f"checkpoint-{step}.{why}"
         for number in itertools.count(2):
             if not os.path.lexists(path):
@@ -322,7 +325,7 @@ def _looks_whole(folder: Path, step: int) -> bool:
 def _remove(path: Path) -> None:
     """Remove a file or folder and ignore errors, because the next start of a run tries again."""
     with suppress(OSError):
-        # A link is removed itself, and not the folder behind it.
+        # A symbolic link is removed, but not the folder that it refers to.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

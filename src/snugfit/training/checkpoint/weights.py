@@ -7,7 +7,7 @@ existing model.
   is in a folder of its name, as in peft.
 - `model_state.json`, `.safetensors`: the model's state that those files omit (`model_state.py`).
 
-A missing or surplus tensor in a checkpoint is an error.
+A missing or additional tensor in a checkpoint is an error.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class ModelWeights:
     """The weights and state of a model for a checkpoint."""
 
     model: torch.nn.Module
-    """The owner of these weights, whose class has the method to save them."""
+    """The model that has these weights. Its class has the method that saves them."""
 
     files: Mapping[str, Mapping[str, torch.Tensor]]
-    """The libraries' files: tensors by their names in a file, by the file's path.
+    """Contents of the weight files: tensors by their names in a file, by the file's path.
 
     A tied weight is one tensor under two names.
     """
 
     configs: Mapping[str, Any]
-    """peft's config of each adapter, by the adapter's folder."""
+    """peft's config of each adapter, by the adapter's subfolder."""
 
     state: ModelState
-    """All state of the next step; it shares its tensors with `files`."""
+    """All state of the model that its next step needs. It shares tensors with `files`."""
 
     dtype: torch.dtype | None = None
-    """The dtype of the saved weights, if it differs from that of the live model."""
+    """Dtype of the saved weights; None if it is that of the live model."""
 
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Low halves of weights that the optimizer holds, by the weights' names. Files have both halves as one,
-    in 32 bits."""
+    """Lower 16 bits of weights whose upper half is bfloat16, by the weights' names. Files contain both halves
+    as one fp32 tensor."""
 
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Function that joins both halves of a weight; None without residuals."""
+    """Function that joins the two halves of a weight; None without residuals."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors of the weights and the state; a tensor under several names is yielded several
@@ -136,7 +136,7 @@ class ModelWeights:
         weights, written = self.files[WEIGHTS], self._tensors_to_write()
         with no_progress_bars():
             model.save_pretrained(folder, state_dict=written)
-        # transformers may omit or rename tensors, so the names are read from its files.
+        # transformers may omit or rename tensors when it saves, so the names are read from its files.
         names = _names_in(folder)
         is_renamed = not names <= set(weights)
         in_files = [
@@ -168,11 +168,11 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     """
     import torch
 
-    # A `state_dict` may have extra state that is no tensor.
+    # A `state_dict` may contain extra state that is not a tensor.
     named = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if not adapters.is_adapted(model):
         state, parts = model_state_of(model, set(named)), held_parts(optimizer)
-        # A tied weight needs its residual under each of its names.
+        # The lower half of a tied weight is needed under each of its names.
         with_names = model.named_parameters(remove_duplicate=False)
         residuals = {name: parts[weight] for name, weight in with_names if weight in parts}
         return ModelWeights(
@@ -208,7 +208,7 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     first_names: dict[int, str] = {}
     for name, value in tensors.items():
         first_names.setdefault(id(value), name)
-    # safetensors refuses two names for the same memory.
+    # safetensors rejects several names for the same memory.
     copies = {
         name: value if first_names[id(value)] == name else value.clone() for name, value in tensors.items()
     }
@@ -272,12 +272,12 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _load_module(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights of a module that is not of transformers; extra state without tensors is loaded with
-    the model's state.
+    """Load the weights of a module that is not a transformers model. Extra state without tensors is loaded
+    with the model's state.
     """
     from safetensors.torch import load_file
 
-    # Extra state is missing from the file on purpose, so strictness is checked below.
+    # The file omits extra state intentionally, so missing names are checked below.
     left = model.load_state_dict(load_file(folder / WEIGHTS), strict=False)
     missing = [name for name in left.missing_keys if not name.endswith("_extra_state")]
     for name in (*missing, *left.unexpected_keys):
@@ -294,7 +294,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     beside = names_kept_beside(folder)
     tied = {name for name in own if name not in saved and name not in beside}
     addresses = {own[name].data_ptr() for name in saved if name in own}
-    # A name that the file does not have must share its memory with a saved one.
+    # A name that the file omits must be that of memory with another, saved name.
     if set(saved) <= set(own) and all(own[name].data_ptr() in addresses for name in tied):
         model.load_state_dict(saved, strict=False)
         return
@@ -304,7 +304,7 @@ def _load_pretrained(model: Any, folder: Path) -> None:
     if missing := set(info["missing_keys"]) - beside:
         raise KeyError(f"{min(missing)} is missing")
     loaded = again.state_dict()
-    # The new model has one dtype; values that this rounded come from the file.
+    # The new model has a single dtype. Weights that were rounded to it are read from the file.
     exact = {
         name: value for name, value in saved.items() if name in loaded and _is_rounded(value, loaded[name])
     }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 COMPARED = 16
-"""Largest number of samples for the comparison of gradients."""
+"""Largest number of samples for which the gradients of micro-batches and whole batch are compared."""
 
 
 @final
@@ -75,7 +75,7 @@ class ActiveRun:
         self.step.start_runner()
         self._is_sharded = state_parts().is_spread(self.state)
         self._is_ended = self._has_stepped = self._is_told = False
-        checkpoints.is_update_checked = self._is_sharded  # only torch's own AdamW and SGD are sharded
+        checkpoints.is_update_checked = self._is_sharded  # only torch's AdamW and SGD are sharded
         checkpoints.about = run.about(recipe)
         checkpoints.saved_step = checkpoint.step if checkpoint else None
         if run.options.save_strategy != "no" and (run.ranks.is_first or self._is_sharded):
@@ -132,7 +132,7 @@ class ActiveRun:
         try:
             result = self.step.attempt(self.state, micro_batches, meanwhile)
         except StepRejected as fault:
-            # The line of the step before comes first in the journal.
+            # The previous step's line must come first in the journal.
             self._logger.write(self.step.norm)
             self._stop_or_skip(fault)
             self.step.norm = fault.norm
@@ -175,7 +175,7 @@ class ActiveRun:
         if getattr(self._run.options, fault.option) == "skip":
             self._journal.tell("warning", text=f"Step {step + 1}: {fault} It was skipped; see {file.name}.")
             return
-        # After a resume, the rejected step draws the same random numbers again.
+        # A resumed run must repeat the rejected step with the same random numbers.
         self.rewind_rng()
         self.save()
         self._checkpoints.wait()
@@ -196,7 +196,7 @@ class ActiveRun:
 
     def _keeps_whole(self) -> bool:
         """Return True if the checkpoint of this step must contain the whole model, even if its weights are
-        sharded.
+        sharded over processes.
         """
         return self._is_ended or self.progress.step == self.steps
 

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 Source = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
-"""The type of a user's dataset: a path, rows in memory, or samples."""
+"""The type of a user's dataset: a path, a sequence of rows, or a sequence of samples."""
 
 PREPARED = {"pixel_values", "input_features", "input_values"}
-"""Keys that processors put into samples: a sample in memory with one of them needs no further preparation."""
+"""Keys that image and audio processors put into samples. A sample with one of them needs no further
+preparation."""
 
 
 def data_of(
@@ -47,7 +48,7 @@ def data_of(
     """
     if collate is None and _is_prepared(source, job):
         collate = stack
-        stack([_map_style(source)[0]])  # an error here comes before the run begins
+        stack([_map_style(source)[0]])  # raises errors before the run begins
     names = getattr(like.samples, "label_names", ()) if like is not None else ()
     if collate is None and isinstance(source, IndexedSamples):
         return _with_collate(source, job, tokenizer, options)
@@ -69,7 +70,7 @@ def data_of(
 
 
 def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, options: TrainOptions) -> Data:
-    """Return the samples with the collate function for their type."""
+    """Return the samples together with the collate function that fits their type."""
     pad_token, lengths = 0, None
     if isinstance(samples, Samples):
         pad_token, lengths = padding_token(job, as_tokenizer(tokenizer)), samples.lengths.tolist()
@@ -140,7 +141,7 @@ def _is_prepared(source: Source, job: Job) -> bool:
         return job.task is Task.CUSTOM
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return False
-    names = getattr(source, "column_names", None) or source[0]  # reading a first row may decode it
+    names = getattr(source, "column_names", None) or source[0]  # the first row may be slow to decode
     return isinstance(names, Mapping | list) and not PREPARED.isdisjoint(names)
 
 

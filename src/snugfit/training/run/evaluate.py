@@ -34,7 +34,7 @@ class Evaluated:
     """Loss and accuracy of a model on the evaluation data."""
 
     loss: float
-    """Mean over samples, or over tokens that have a label."""
+    """Mean loss over all samples, or over all tokens that have a label."""
 
     accuracy: float | None
     """Share of correct predictions, from 0 to 1; None for a task without classes."""
@@ -72,7 +72,7 @@ def evaluate(
         for host, is_counted in batches:
             raise_if_stopping()
             share = label_items(job, host) if is_counted else 0
-            if not share and not ranks.are_many:  # other processes wait for this one's results
+            if not share and not ranks.are_many:  # the other processes wait for this one's results
                 continue
             batch = place(host, device)
             with torch.no_grad(), autocast, within(batch):

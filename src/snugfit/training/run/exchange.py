@@ -1,4 +1,4 @@
-"""The exchanges between the processes of a run in each step, on the host.
+"""The numbers that the processes of a run exchange in each step, on the host.
 
 - Before the forward pass: the number of counted items in each process's micro-batches. A micro-batch's loss
   is multiplied by its share of all items and by the number of parts of the batch. DDP and FSDP2 average
@@ -28,9 +28,10 @@ class StepExchange:
     def __init__(self, ranks: Ranks, stops: Stops) -> None:
         self.ranks, self._stops = ranks, stops
         self.tokens = 0
-        """Tokens of the last step in all processes, without padding tokens."""
+        """Number of tokens of the last step in all processes, without padding."""
         self.own_seconds = 0.0
-        """Seconds of this process's own part of the last step: up to its loss, without the exchanges."""
+        """Seconds that this process computed in the last step until its loss was known, without exchanges
+        with others."""
         self._began = self._forwarded = 0.0
         self._items: float = 0
         self._own_tokens = 0

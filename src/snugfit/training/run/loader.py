@@ -1,9 +1,9 @@
 """The data loader of snugfit's own loop: the host micro-batches of each step, from worker processes if there
 are any.
 
-It uses torch's DataLoader over all steps of a run at once, so workers are started once. If a worker dies,
-torch raises a `RuntimeError` from a signal handler, at any point of the main thread. Here it becomes an error
-with a clear cause.
+One torch DataLoader provides all steps of a run, so its workers start only once. If a worker dies, torch
+raises a `RuntimeError` from a signal handler, at any point of the main thread. This module turns it into an
+error with a clear cause.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 Fetched = TypeVar("Fetched")
 
 PREFETCH_STEPS = 2
-"""Number of steps whose batches the workers prepare ahead of the current step."""
+"""Number of steps for which data loader workers prepare batches in advance."""
 
 _WORKER_DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [0-9, ]+\) (?:is killed by |exited )([^.]*)")
-"""Parts of torch's messages about a dead worker (torch/csrc/DataLoader.cpp and
+"""Pattern of torch's messages about a dead data loader worker (torch/csrc/DataLoader.cpp and
 torch/utils/data/dataloader.py)."""
 
 REPORTED_WITHIN = 2.0
-"""Seconds within which the system reports a dead worker's exit code."""
+"""Seconds to wait for the system to report a dead worker's exit code."""
 
 
 def collate_for(job: Job, setup: Setup, collate: Collate) -> Collate:
@@ -76,7 +76,7 @@ def feed(
     """
     import torch
 
-    # The number is per worker and counts micro-batches; torch's own default is 2.
+    # The number of prefetched micro-batches is per worker. torch's default is 2.
     ahead = max(2, -(-PREFETCH_STEPS * order.micro_batches // workers)) if workers else None
     loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
         cast("torch.utils.data.Dataset[Any]", _EpochDataset(samples, collate)),
@@ -86,7 +86,8 @@ def feed(
         pin_memory=pinned,
         prefetch_factor=ahead,
         worker_init_fn=_ignore_signals_of_others if workers else None,
-        # The loader draws a seed for its workers; from the default generator it would change the dropout.
+        # The loader draws a seed for its workers. From the default generator, this draw would change the
+        # dropout masks.
         generator=torch.Generator().manual_seed(0),
     )
     batches = iter(loader)
@@ -94,7 +95,7 @@ def feed(
         for step in range(start_step, stop_step):
             yield [_next(batches) for _ in order.step(step)]
     finally:
-        if workers:  # else an error's traceback keeps the iterator, which then waits 5 s for each of them
+        if workers:  # else a traceback keeps the iterator alive, which waits 5 s for each worker
             batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
@@ -104,11 +105,11 @@ class Prefetcher(Generic[Fetched]):
 
     def __init__(self, make: Callable[[], Fetched]) -> None:
         self.make = make
-        """Function that creates the next batches."""
+        """Function that returns the next step's batches."""
         self._fetched: list[Fetched] = []
         self._fault: Exception | None = None
         self.fetching_seconds = 0.0
-        """Seconds that the last fetch took."""
+        """Seconds that the last call of `make` took."""
 
     def fetch(self) -> None:
         """Load the next step's batches and store them, unless they are stored already.
@@ -157,7 +158,7 @@ class _EpochDataset:
     ) -> None:
         self._samples, self._collate = samples, collate
 
-    # torch calls this once per batch, so a worker collates whole micro-batches.
+    # torch calls this method once per batch, so a worker collates a whole micro-batch.
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | SnugfitError:
         try:
             return self._collate([self._sample(*key) for key in keys])
@@ -172,7 +173,7 @@ class _EpochDataset:
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch unchanged; `_EpochDataset` has collated it already."""
+    """Return the batch unchanged, since `_EpochDataset` has collated it already."""
     return batch
 
 
@@ -244,7 +245,7 @@ def _ignore_signals_of_others(worker: int) -> None:
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # Linux: it returns the sender of the signal
+    if hasattr(signal, "sigwaitinfo"):  # on Linux, this returns the signal's sender
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_on_parents_sigterm, args=(os.getppid(),), daemon=True).start()
 

@@ -10,12 +10,12 @@
 | clip      | by the norm of the check                                                                    |
 | update    | optimizer, gradient scaler, learning rate                                                   |
 
-With a runner that updates within the passes (`step/step_runner.py`), the update is part of a backward pass.
-If the gradients' norm is needed, it is part of a second one, and the checks come between the two. Otherwise
-it is part of the only one, and the loss is read before it.
+Some runners (`step/step_runner.py`) update weights within the backward pass. If the gradient norm is needed,
+they run a second backward pass for the update, and the checks come between the two. Otherwise there is a
+single backward pass, and the loss is read before it.
 
-The loss is known after the forward pass. It is copied to page-locked memory next, and the host reads it
-during the device's backward pass, without any wait.
+The loss is known after the forward pass. It is then copied to page-locked memory, and the host reads it
+during the device's backward pass, without waiting.
 
 The gradients are known at the end of the backward pass. Waiting for them leaves the device idle until the
 host has launched the update. With such a loop, BERT-large at 4 x 512 in fp32 took an H200 5.7 % longer than
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
 
 
 class StepRejected(SnugfitError):
-    """Error that rejects a step after its forward and backward passes. Nothing was updated."""
+    """Error that rejects a step after its forward and backward passes. No weight has changed."""
 
     name = "refused"
-    """The first part of the name of the file that lists the step's samples."""
+    """First part of the name of the file that lists the rejected step's samples."""
 
     option = ""
-    """The option of a run that chooses the reaction: stop or skip."""
+    """Name of the run's option that chooses between stopping and skipping the step."""
 
     def __init__(self, what: str, loss: float, norm: float | None) -> None:
         super().__init__(f"{what}. No weight was changed.")
@@ -108,10 +108,10 @@ class StepResult:
     """The mean loss of one optimizer step, and a flag that is True if it updated the weights."""
 
     loss: float
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
 
     updated: bool
-    """False if the weights did not change: an overflow in the gradient scaler, or a rejected step."""
+    """True if the step changed the weights. False after a gradient scaler overflow or a rejected step."""
 
 
 class PhaseTracker(Observer):
@@ -135,35 +135,36 @@ class TrainingStep(PlainStep):
     def __init__(
         self, job: Job, setup: Setup, device: torch.device, exchange: StepExchange | None = None
     ) -> None:
-        # Without kept losses the plain loop has no sum to pass to `computed`.
+        # If the plain loop did not keep losses, it would have no sum to pass to `computed`.
         super().__init__(job, setup, device, keep_losses=True)
         self._exchange = exchange
         self.idle: Sequence[bool] = ()
-        """One flag per micro-batch: True if it does not count and is computed because other processes wait
-        for it."""
+        """One flag per micro-batch. True means that its loss does not count, and that it only keeps this
+        process in step with others."""
         self.phases = PhaseTracker()
         self._check = FiniteCheck(device)
         self.computed = self._record_loss
         self._asked_of_loss: Callable[[], Any] = _nothing
-        """Function that is called when the copy of a step's loss is launched, before its backward pass."""
+        """Function that is called once the copy of a loss to the host has started, before the backward pass.
+        """
         self._unchecked = False
         self._taken = 0
         self.unread = False
-        """True if the host has not read the last step's gradient norm yet (`read_norm`)."""
+        """True if the host has not read the last step's gradient norm yet (`read_norm` does)."""
         self.sync_before_update = device.type != "cuda"
-        """True if each update waits for the gradients.
+        """True if each update of the weights waits until all gradients have been checked.
 
         On the CPU this needs no waiting. The exception is updates within the passes, for which a check of all
         gradients takes extra passes.
         """
         self.norm: float | None = None
-        """Global L2 norm of the gradients, before clipping, of the last step whose norm was read; None for a
+        """Global L2 norm of the gradients before clipping, in the last step whose norm was read. None for a
         job without clipping."""
         self.rejects: Callable[[float], StepRejected | None] = lambda loss: None
-        """Function of a step's loss that returns the error to reject the step, or None. It is called before
-        the update."""
+        """Function that is called with a step's loss before the update. It returns the error that rejects the
+        step, or None."""
         self.device_was_busy = False
-        """True if the device was still busy in the last step when the host had done its own work."""
+        """True if the device still computed the last step when the host had finished its own work."""
 
     def start_runner(self) -> None:
         """Run the following steps with a `StepRunner` (such as CUDA graphs), if the Setup has one. An update
@@ -191,10 +192,10 @@ class TrainingStep(PlainStep):
             if cause is None:
                 raise
             has_begun = self.runner is not None and self.runner.has_begun
-            # A runner updates within a backward pass, whose phase the tracker cannot distinguish.
+            # A runner may update weights within the backward pass, which `phases` does not show.
             phase = "update" if has_begun else self.phases.now
             exhausted = Exhausted(cause=cause, phase=phase, message=str(error))
-        # Here the exception is gone, and with it the tensors of its frames.
+        # The exception has been freed here, and with it the tensors that its stack frames referred to.
         state.optimizer.zero_grad(set_to_none=True)
         return exhausted
 
@@ -218,7 +219,7 @@ class TrainingStep(PlainStep):
         updates_at_once = self.runner is not None and self.runner.updates_within and not self.needs_norm()
         self._asked_of_loss = partial(self._read_loss, state) if updates_at_once else _nothing
         total = self._accumulate(built)
-        # A runner that updates within the passes has read the loss before them.
+        # A runner that updates within the backward pass has read the loss before it.
         loss = self._check.loss() if updates_at_once else self._read_loss(state, has_one=total is not None)
         updated = self._check_and_update(state, built, loss, meanwhile)
         if updated:
@@ -226,7 +227,7 @@ class TrainingStep(PlainStep):
         optimizer.zero_grad(set_to_none=True)
         after_update(self.setup, built.runs, self._taken)
         self._taken += 1
-        # The time until the next step counts as loading.
+        # The time from here to the next step counts as loading.
         self.phases.phase("load")
         return StepResult(loss=loss, updated=updated)
 
@@ -235,14 +236,14 @@ class TrainingStep(PlainStep):
         an invalid loss.
         """
         self.phases.phase("clip")
-        # The last norm is read here, where the loss is waited for anyway.
+        # The previous step's norm is read here, where the host waits for the loss in any case.
         self.read_norm(state)
         loss = self._check.loss() if has_one else math.nan
         if self._exchange is not None:
             loss = self._exchange.loss(loss)
         if not math.isfinite(loss):
             state.optimizer.zero_grad(set_to_none=True)
-            # A NaN in the weights explains the loss, and then the earlier update is wrong, not this step.
+            # If a weight is NaN, an earlier update was wrong, and not this step.
             self.check_weights(state)
             raise NonFinite(loss, None)
         if (rejection := self.rejects(loss)) is not None:
@@ -258,7 +259,7 @@ class TrainingStep(PlainStep):
 
     def reads_gradients(self) -> bool:
         """Return True if an update needs the values of the gradients on the host, and not only their norm."""
-        # With a clip, a finite norm proves that all gradients are finite.
+        # With clipping, all gradients are finite if their norm is.
         return self.sync_before_update and not self.job.clip
 
     def _check_and_update(
@@ -267,21 +268,21 @@ class TrainingStep(PlainStep):
         """Check a step with a finite loss and update; return True if there was an update. Raises
         `NonFinite`."""
         scaler = state.scaler
-        # Frozen weights, and those that this batch did not reach, have no gradient.
+        # Frozen weights, and weights that this batch did not use, have no gradient.
         trained = [weight for weight in state.parameters if weight.grad is not None]
         norm = None if self.runner is None else self.runner.norm
         norm = self._norm_of(trained, state) if norm is None else norm
         self._check.record_norm(norm)
-        # The host prepares the next batch here, while the device still computes.
+        # The host fetches the next batch here, while the device computes.
         meanwhile()
-        # Without remaining work the device waits for the host, so loading delays the step.
+        # If the device has finished, it waits for the host, so loading data delays the step.
         self.device_was_busy = not self._check.is_done()
         self.unread = norm is not None and bool(self.job.clip)
         if self.sync_before_update and scaler is None:
             self._raise_if_non_finite(state, trained, loss, has_norm=norm is not None)
         elif self.sync_before_update:
             self.read_norm(state)
-        # Nothing checks these gradients now; `check_weights` does before the weights are used.
+        # These gradients are not checked here. `check_weights` detects NaN before the weights are used.
         self._unchecked = not self.sync_before_update and norm is None and scaler is None
         if self.runner is not None:
             self.runner.update(built, norm)
@@ -299,13 +300,14 @@ class TrainingStep(PlainStep):
         items = [0 if skipped else self.items_of(piece) for piece, skipped in zip(pieces, idle, strict=True)]
         for piece, share in zip(pieces, items, strict=True):
             if not share and "labels" in piece and not piece["labels"].is_floating_point():
-                # -100 is the label that torch's cross entropy ignores; clamped labels count.
+                # torch's cross entropy ignores the label -100. Labels clamped to 0 count, so that their mean
+                # is not NaN.
                 piece["labels"].clamp_(min=0)
         return self._exchange.weights(pieces, items)
 
     def _record_loss(self, total: torch.Tensor) -> None:
         self._check.record_loss(total)
-        # On the CPU, a backward pass with its exchange of gradients is over before `loss` runs.
+        # On the CPU, the backward pass and its gradient exchange have ended before `loss` runs.
         if self._exchange is not None and self.device.type == "cpu":
             self._exchange.forward_ends()
         self._asked_of_loss()
@@ -317,7 +319,7 @@ class TrainingStep(PlainStep):
         """
         if self.unread:
             self.unread, self.norm = False, self._check.norm()
-            # A scaler omits an update with an infinite norm, so the weights are right.
+            # The gradient scaler omits an update if the norm is infinite, so the weights are unchanged.
             if state.scaler is None and not math.isfinite(self.norm):
                 raise WeightsNonFinite
 
@@ -347,7 +349,7 @@ class TrainingStep(PlainStep):
         if not self.job.clip:
             return None
         if state.scaler is not None:
-            # The norm of scaled gradients would be larger by the scale.
+            # Gradients are unscaled first, since the norm would be larger by the scaler's factor.
             state.scaler.unscale_(state.optimizer)
         if self.passes is not None:
             return self.passes.norm_of_all(trained)
@@ -360,7 +362,7 @@ class TrainingStep(PlainStep):
         them, or their norm.
         """
         self.unread, length = False, self._check.norm() if has_norm else None
-        # Without a clip, the norm is only that of the check, and is not logged.
+        # Without clipping, this norm only serves the check, and is not logged.
         self.norm = length if self.job.clip else None
         gradients = (weight.grad for weight in trained if weight.grad is not None)
         sound = all_finite(gradients) if length is None else math.isfinite(length)
@@ -383,7 +385,8 @@ class TrainingStep(PlainStep):
             optimizer.step()
             return True
         steps: list[bool] = []
-        # `GradScaler.step` returns None for both cases, so a hook notes the call of the optimizer.
+        # `GradScaler.step` returns None if it updates and if it skips, so a hook detects the optimizer's
+        # call.
         hook = optimizer.register_step_post_hook(lambda *_: steps.append(True))
         try:
             scaler.step(optimizer)
@@ -398,7 +401,7 @@ class TrainingStep(PlainStep):
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return True if no tensor contains NaN or infinity; waits for the device."""
-    # The largest absolute value is NaN or infinite if any value is, and needs a single reduction.
+    # The largest absolute value is NaN or infinite if any value is. It needs only one reduction.
     parts = tensor_parts()
     largest = parts.whole(parts.total_norm(tensors, norm_type=float("inf")))
     return bool(largest.isfinite().item())

@@ -1,8 +1,8 @@
-"""Construction of a run's objects for its next step: new, or in the state of a checkpoint.
+"""Construction of a run's model, optimizer and schedule for its next step: new, or from a checkpoint.
 
-Seeds are set before anything is built, so a new run is a function of its seed. A resumed run is built the
-same way, with its weights from the checkpoint, and then all other states are restored. The generators come
-last, because building draws from them.
+Seeds are set before anything is built, so that a new run depends only on its seed. A resumed run is built in
+the same way, with the weights of the checkpoint. Then all other states are restored. The random generators
+come last, because building draws from them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_run(
     initialized weights. Raises `SnugfitError` if the checkpoint does not fit the model.
     """
     seed = run.options.seed
-    seed_all(seed)  # in all processes alike, so that they build the same weights
+    seed_all(seed)  # all processes build the same weights
     set_process(setup, run.device)
     model = _model(run, setup, checkpoint, tell)
     runs = distribute_model(setup, model)
@@ -110,7 +110,7 @@ def _model(
     """
     stays = engine_of(setup) is not None
     parts = state_parts()
-    if checkpoint is not None and parts.has_files(checkpoint.folder):  # read into the built model
+    if checkpoint is not None and parts.has_files(checkpoint.folder):  # loaded into the built model
         model = build_model(run.job, setup, run.device, stays=stays)
         beginning_of(model)
         if stays:
@@ -140,7 +140,7 @@ def _model(
 def schedule(run: Run, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """Return transformers' learning-rate schedule over optimizer steps. Raises `UsageError` for bad
     arguments."""
-    import_peft()  # TrainingArguments would import it with bitsandbytes' advice about missing kernels
+    import_peft()  # TrainingArguments would import peft with bitsandbytes' advice about missing kernels
     from transformers import TrainingArguments, get_scheduler
 
     options = run.options

@@ -7,14 +7,14 @@
 | ranks         | that batch, shared by the processes, one part after the other                            |
 | micro-batches | that share, cut into pieces of one size                                                  |
 
-There is no state: `SampleOrder` returns the samples of step 70,000 without the 69,999 before. A resumed run
-therefore continues with exactly the next samples. Another number of micro-batches (after memory ran out)
-changes no step's samples.
+`SampleOrder` has no state: it computes the samples of step 70,000 without those of the 69,999 steps before. A
+resumed run therefore continues with exactly the next samples. The number of micro-batches, which may change
+after a lack of memory, does not change the samples of a step.
 
 With `bucket`, samples of similar length are batched, as in transformers' `group_by_length`. The permutation
-is cut into windows of 50 batches. Each window is sorted by length and cut into batches, and the batches are
-shuffled. Samples are also sorted within a batch, to pad each micro-batch least. An epoch's last, smaller
-batch is taken out before sorting, so it is a random sample like any other. It comes last.
+is divided into windows of 50 batches. Each window is sorted by length and divided into batches, and the
+batches are shuffled. Samples are also sorted within a batch, so that micro-batches have little padding. The
+smaller last batch of an epoch is separated before the sorting, so that its samples are random. It comes last.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 WINDOW = 50
-"""Number of batches that are sorted together by length: transformers' own number."""
+"""Number of batches whose samples are sorted together by length, the same as in transformers."""
 
 MicroBatchIndices = tuple[tuple[int, ...], ...]
-"""The type of a step's samples: a tuple of sample indices for each micro-batch."""
+"""The type of a step's sample indices: one tuple of indices for each micro-batch."""
 
 
 @final
@@ -43,35 +43,34 @@ class SampleOrder:
     """Computes the samples of every step of a run, from the seed and the number of the step."""
 
     samples: int
-    """Number of samples of the dataset."""
+    """Number of samples in the dataset."""
 
     batch_size: int
-    """Samples of one optimizer step."""
+    """Number of samples in the global batch of one optimizer step."""
 
     micro_batches: int
     """Number of micro-batches of each step, per process if several train together."""
 
     ranks: int = field(default=1, kw_only=True)
-    """Number of processes, or groups of them, that share each batch in equal parts, in the order of
-    processes."""
+    """Number of equal parts of each batch. Each part belongs to one process or to a group of processes."""
 
     rank: int = field(default=0, kw_only=True)
-    """The index of the process with these micro-batches."""
+    """Index of the part of each batch that this process computes."""
 
     seed: int = field(kw_only=True)
     """Seed of the permutations of the samples."""
 
     shuffle: bool = field(default=True, kw_only=True)
-    """False keeps the samples in the dataset's order."""
+    """True to permute the samples in each epoch. False keeps the dataset's order."""
 
     drop_last: bool = field(default=False, kw_only=True)
-    """Leave out the samples that do not fill an epoch's last batch."""
+    """True to leave out the samples that do not fill an epoch's last batch."""
 
     lengths: Sequence[int] | np.ndarray | None = field(default=None, kw_only=True, repr=False)
-    """Tokens of each sample, for `bucket`."""
+    """Number of tokens of each sample, which `bucket` needs; else None."""
 
     bucket: bool = field(default=False, kw_only=True)
-    """Put samples of similar length together."""
+    """True to put samples of similar length into the same batch."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -159,17 +158,17 @@ def _epoch(order: SampleOrder, epoch: int) -> np.ndarray:
     """Return an epoch's sample indices (samples,), global batch after global batch."""
     import numpy as np
 
-    # The epoch is part of the seed, so a resumed run draws its epoch without those before.
+    # The seed contains the epoch number, so that a resumed run need not draw earlier epochs' permutations.
     draw = np.random.Generator(np.random.PCG64([order.seed, epoch]))
     samples = draw.permutation(order.samples) if order.shuffle else np.arange(order.samples)
     if not order.bucket:
         return samples
     size = order.batch_size
-    # A smaller last batch stays at the end, so that all other batches are whole.
+    # The smaller last batch stays at the end, so that all other batches are full.
     whole = order.samples // size
     lengths = np.asarray(order.lengths)
     batches = _by_length(samples[: whole * size], lengths, WINDOW * size).reshape(whole, size)
-    # Otherwise each window would begin with its longest batches.
+    # Without this permutation, each window would begin with its longest batches.
     if order.shuffle:
         batches = draw.permutation(batches)
     last = _by_length(samples[whole * size :], lengths, size)
@@ -183,5 +182,5 @@ def _by_length(samples: np.ndarray, lengths: np.ndarray, window: int) -> np.ndar
     import numpy as np
 
     windows = np.arange(len(samples)) // window
-    # `lexsort` sorts by its last key first: by windows, then by lengths.
+    # `lexsort` uses its last key first: windows, then lengths.
     return samples[np.lexsort((-lengths[samples], windows))]

@@ -1,10 +1,10 @@
 """The description of a run that checkpoints store, so that only the same run resumes from them.
 
-A run consists of its job, recipe, options and data, and of the software and machine that it began on. Its
-checkpoints store all of that, so that a run is only resumed as itself. A difference that would change a
-number is refused by name. Settings of logs and checkpoints may differ. Other software or another GPU is a
-warning: the run continues correctly, but not bit for bit. A run that ran out of memory continues under
-another recipe than the requested one; its checkpoints store both.
+A run consists of its job, recipe, options and data, and of the software and machine on which it began. Its
+checkpoints store all of that, so that only the same run can be resumed. If a difference would change results,
+resuming raises an error that names it. Settings of logs and checkpoints may differ. For other package
+versions or another GPU there is a warning: the run continues correctly, but not bit for bit. A run that ran
+out of memory continues under another recipe than the requested one; its checkpoints store both.
 """
 
 from __future__ import annotations
@@ -43,35 +43,36 @@ FREE_OPTIONS = frozenset({
     "early_stopping_threshold", "logging_steps", "stop_seconds", "on_nonfinite", "most_skipped_in_a_row",
     "report_to", "run_name", "on_loss_spike", "loss_spike_rtol",
 })  # fmt: skip
-"""Options that may differ when a run is resumed, since they change no number of a step."""
+"""Options that may change when a run is resumed, since they do not change the computation of a step."""
 
 LENGTH_OPTIONS = frozenset({"num_train_epochs", "max_steps"})
-"""Options that may differ on resuming if the learning rate does not depend on the length of the run."""
+"""Options that may change when a run is resumed, if the learning rate does not depend on the number of steps.
+"""
 
 LENGTH_FREE_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 FINGERPRINT_SAMPLES = 64
-"""Number of samples in a dataset's checksum, spread evenly."""
+"""Number of samples in the dataset's checksum, evenly spaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """A dataset of training samples with its collate function."""
+    """A dataset for training: its samples, with their collate function."""
 
     samples: Sequence[Mapping[str, Any]]
-    """A map-style dataset: `len`, and a sample for each index.
+    """The dataset: `len`, and a sample for each index.
 
     If it has a `checksum(index)` of bytes, the fingerprint uses that instead of the sample.
     """
 
     collate: Callable[[list[Any]], dict[str, Any]]
-    """A function from samples to one host batch of tensors (B, ...)."""
+    """Collate function: it turns samples into one host batch of tensors (B, ...)."""
 
     lengths: Sequence[int] | None = None
-    """Tokens of each sample, for `group_by_length`."""
+    """Number of tokens of each sample, which `group_by_length` needs; else None."""
 
     notes: tuple[str, ...] = ()
-    """Notes for the user who trains on this dataset."""
+    """Sentences for the user about the dataset."""
 
     def fingerprint(self) -> str:
         """Return a checksum of the dataset: of its number of samples and of some samples."""
@@ -92,7 +93,7 @@ def _sample_bytes(samples: Any, index: int) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 1:  # pixels: as text they would take seconds
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 1:  # pixel values as text would take seconds
         return [str(value.dtype), list(value.shape), hashlib.sha256(_raw_bytes(value)).hexdigest()]
     return value.tolist() if hasattr(value, "tolist") else value if isinstance(value, list) else repr(value)
 
@@ -101,7 +102,7 @@ def _raw_bytes(value: Any) -> bytes:
     """Return the bytes of an array or tensor of any dtype and shape."""
     import torch
 
-    # A scalar has no dimension that could be viewed as bytes.
+    # A scalar has no dimension, so it is reshaped before its bytes are viewed.
     flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
     raw: bytes = flat.view(torch.uint8).numpy().tobytes()
     return raw
@@ -117,18 +118,18 @@ class Run:
     data: Data
     evaluation: Data | None
     folder: Path
-    """The folder of checkpoints and journal."""
+    """Folder of the run's checkpoints and its journal."""
 
     weights: Path | None
-    """Folder of the initial weights; None begins with random ones."""
+    """Folder of the initial weights; None for random weights."""
 
     device: torch.device
 
     compare_code: bool = True
-    """True if the run must be resumed with the same code of the user's functions."""
+    """True if a run can be resumed only with the same source code of the user's functions."""
 
     ranks: Ranks = ALONE
-    """This process among those that train together, in the mesh of the recipe."""
+    """Rank of this process within the recipe's device mesh, and the exchanges with the other ranks."""
 
     def setup(self, recipe: Recipe) -> Setup:
         """Return the training settings (`Setup`) of the recipe for this number of processes."""
@@ -160,7 +161,7 @@ class Run:
     def steps(self, order: SampleOrder) -> int:
         """Return the number of optimizer steps of the whole run."""
         options = self.options
-        # `max_steps` overrides the epochs, as in the Trainer.
+        # As in the Trainer, `max_steps` overrides the number of epochs.
         return options.max_steps or math.ceil(options.num_train_epochs * order.steps_per_epoch)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def lengthens(run: Run, before: Mapping[str, Any], step: int) -> str:
     options = run.options
     if not length or not depends_on_length(options.lr_scheduler_type, options.warmup_steps):
         return ""
-    # The number of steps does not depend on the cut of a batch.
+    # The number of steps does not depend on the number of micro-batches.
     order = run.order(1)
     finished_at = replace(run, options=replace(options, **length)).steps(order)
     if not finished_at <= step < (steps := run.steps(order)):
@@ -235,16 +236,16 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     Errors would change a number, so the run cannot be resumed. Warnings only prevent numbers that are
     identical bit for bit. A finished run may be lengthened.
     """
-    # The round trip through JSON makes lists of tuples, as in the stored description.
+    # Conversion to JSON and back turns tuples into lists, as in the stored description.
     now = {"gpus": 1, **json.loads(json.dumps(run.about(run.recipe)))}
     options = before.get("options", {})
     depends = depends_on_length(run.options.lr_scheduler_type, run.options.warmup_steps)
     free = FREE_OPTIONS | (LENGTH_OPTIONS if not depends or lengthens(run, before, step) else frozenset())
     another_mesh = _on_another_mesh(before, run)
-    # A description without a number of GPUs is that of a single one.
+    # In a description without a number of GPUs, the number is 1.
     as_asked = {"gpus": 1, **before}
     before, asked = _on_these_gpus(as_asked, run)
-    if before.get("asked") != now.get("asked"):  # another recipe: name it as requested
+    if before.get("asked") != now.get("asked"):  # another recipe: report it as the user wrote it
         before, asked = as_asked, []
     wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
     job = before.get("job", {})
@@ -255,7 +256,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     wrong += differences(
         options, now["options"], [name for name in {**now["options"], **options} if name not in free]
     )
-    # Another number of samples is an error of its own.
+    # A different number of samples has its own error.
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, but other samples")
     changed = differences(before.get("versions", {}), now["versions"])

@@ -78,13 +78,13 @@ class Session:
         self._sync_to = self._taken = 0
         self._is_compared = False
         self._ran_out: Any = None
-        # After a stop's time limit, a save that is waited for is abandoned.
+        # Once the time limit for stopping is over, a save that the run waits for is abandoned.
         checkpoints.is_too_late = lambda: stops.too_late
 
     def train(self, checkpoint: Checkpoint | None, ran_out: Any = None) -> Trained:
         """Train to the end of the run, from `checkpoint` or from the beginning.
 
-        `ran_out` is set if lack of memory ended all processes of the previous start: the record of it.
+        If lack of memory ended all processes of the previous start, `ran_out` is the record of it; else None.
         """
         run = self._run
         if ran_out is None:
@@ -99,10 +99,10 @@ class Session:
             samples=len(run.data.samples),
             resumed_from=checkpoint.step if checkpoint else None,
         )
-        # An uncut batch needs no comparison yet; `_recover` compares before it cuts one.
+        # The whole batch needs no comparison yet. `_recover` compares before it splits a batch.
         if self._active.order.micro_batches > 1:
             self._compare_cut()
-        # A finished run is resumed to give its result, unless its last evaluation is still due.
+        # A finished run that is resumed only returns its result, unless its last evaluation is missing.
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
             text = f"This run is {outcome}, so nothing is trained. Its result is returned. {TO_TRAIN_ANEW}"
             self._journal.tell("note", text=text)
@@ -110,7 +110,7 @@ class Session:
             with report_worker_death():
                 return self._end(self._run_to_the_end())
         finally:
-            self._checkpoints.wait()  # no thread may write here after the folder is released
+            self._checkpoints.wait()  # no thread may write here after the lock is released
 
     def _begin(self, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
         """Build the run's model and optimizer under this recipe. Raises `OutOfMemory` if the model cannot
@@ -144,9 +144,10 @@ class Session:
         )
 
     def _compare_cut(self) -> None:
-        """Compare gradients of a few samples with those of micro-batches, once, before the first recipe with
-        micro-batches."""
-        if self._is_compared or self._active.step.passes is not None:  # a pipeline's stage has no loss
+        """Compare the gradients of a few samples, in one batch and in micro-batches. This runs once, before
+        the first recipe with micro-batches.
+        """
+        if self._is_compared or self._active.step.passes is not None:  # a pipeline stage has no loss
             return
         self._is_compared = True
         before = self._recovery.job
@@ -158,7 +159,7 @@ class Session:
         active = self._active
         samples = active.first_samples()
         after = self._compare(job, active.step, active.state.model, samples, self._taken > 0)
-        # Its passes were outside of a step, so handlers clean up as after an evaluation.
+        # The comparison ran passes outside of a training step, so handlers clean up as after an evaluation.
         after_evaluation(active.setup, active.state.model)
         return after
 
@@ -179,7 +180,7 @@ class Session:
                 self._recover(ended)
             except WeightsNonFinite:
                 wrong = True
-            if wrong:  # out here, because a traceback would keep memory alive
+            if wrong:  # outside of `except`, because a traceback would keep memory alive
                 self._replay()
 
     def _replay(self) -> None:
@@ -189,15 +190,16 @@ class Session:
         The step with those gradients then stops before its update.
         """
         step = self._progress.step
-        # A pending checkpoint may be the newest one.
+        # The newest checkpoint may still be being written.
         self._checkpoints.wait()
         checkpoint = self._run.ranks.first_answers(self._checkpoints.newest)
         begin = checkpoint.step if checkpoint else 0
         text = f"Step {step}: a gradient was not a number. The run goes back to step {begin}."
         self._journal.tell("warning", text=text)
-        # Steps up to the wrong one wait for their gradients, so that it is rejected before its update.
+        # Up to this step, each update waits for its gradients, so that the wrong step is rejected before its
+        # update.
         self._sync_to = step
-        # The old model is freed before the new one is built; both may not fit.
+        # The old model is freed before the new one is built, because memory may not suffice for both.
         self._close()
         self._open(self._recipe, checkpoint)
 
@@ -221,7 +223,7 @@ class Session:
             sync_to=self._sync_to,
         )
         if run.ranks.are_many:
-            self._logger.ignore_retries()  # one process alone cannot change the recipe
+            self._logger.ignore_retries()  # a single process cannot change the recipe
         else:
             self._logger.watch_retries()
         for report in self._reports:
@@ -236,21 +238,21 @@ class Session:
         record.
         """
         active = self._active
-        # The evaluation that a signal abandoned comes first.
+        # An evaluation that a signal interrupted is repeated first.
         if outcome := self._at_boundary() if self._progress.unevaluated else self._outcome():
             return outcome
         with contextlib.closing(active.batches()) as batches:
             prefetcher = Prefetcher(functools.partial(next, batches, None))
-            # The time of loading counts, so the clock starts before the batch is taken.
+            # The seconds of a step include loading, so the clock starts before the batch is fetched.
             began = time.perf_counter()
             while (micro_batches := self._next(prefetcher)) is not None:
-                # The scheduler steps within the step, so the rate is read before.
+                # The scheduler changes the learning rate within the step, so it is read before.
                 rate = active.state.scheduler.get_last_lr()[0]
                 result = active.take_step(micro_batches, lambda: self._meanwhile(prefetcher))
                 if isinstance(result, Exhausted):
                     return result
                 self._last = result
-                # Loading delays a step only if the device had nothing to do meanwhile.
+                # Loading data delays a step only if the device has finished its work meanwhile.
                 stalled = 0.0 if active.step.device_was_busy else prefetcher.fetching_seconds
                 for watch in self._rank_watches:
                     watch.note(self._progress.step, self._exchange.own_seconds + stalled)
@@ -285,7 +287,7 @@ class Session:
             samples=len(order.batch(step - 1)),
             tokens=self._exchange.tokens if self._run.ranks.are_many else sum(map(tokens_of, micro_batches)),
         )
-        # A norm that is still unread is written with it in `_meanwhile` of the next step.
+        # If the host has not read the norm yet, `_meanwhile` writes this entry in the next step.
         if not self._active.step.unread:
             self._logger.write(self._active.step.norm)
 
@@ -294,7 +296,7 @@ class Session:
         try:
             return prefetcher.take()
         except Exception:
-            # Other processes are not here, so one alone cannot save.
+            # Saving needs all processes, but the others are not at this point.
             keeps = self._run.options.save_strategy != "no" and not self._run.ranks.are_many
             if self._progress.step and keeps:
                 self._active.save()
@@ -314,7 +316,7 @@ class Session:
         An evaluation that a signal abandons is repeated when the run is resumed.
         """
         options, better = self._run.options, False
-        # A resumed run comes here first with this flag, and repeats the evaluation below.
+        # A resumed run comes here first if this flag is set, and repeats the evaluation below.
         self._progress.unevaluated = False
         if self._is_due(options.eval_strategy, options.eval_steps or options.logging_steps):
             try:
@@ -323,11 +325,11 @@ class Session:
                 self._progress.unevaluated = True
         asked = self._stops.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
-        # The best weights exist only now; no later checkpoint would contain them.
+        # The best weights must be saved now, because later steps change them.
         if asked or due or (better and options.load_best_model_at_end):
             self._active.save()
         outcome = self._outcome()
-        # Wrong weights must not leave the run as its result.
+        # A run must not return weights with NaN as its result.
         if outcome:
             self._active.check_weights()
         return outcome
@@ -350,7 +352,7 @@ class Session:
         self._active.check_weights()
         options, progress = self._run.options, self._progress
         ranks = self._run.ranks
-        # Without its own setting, an evaluation uses the size that is known to fit.
+        # An evaluation uses the micro-batch size of the training by default, since it fits into memory.
         micro_batch = self._active.setup.per_piece(self._run.job.batch_size // ranks.data_ranks)
         passes = self._active.step.passes
         try:
@@ -371,7 +373,7 @@ class Session:
                 ranks,
                 functools.partial(evaluation_context, self._active.setup, self._active.state.model),
             )
-        # An abandoned evaluation must restore the model as well.
+        # Handlers must clean up the model after an interrupted evaluation too.
         finally:
             after_evaluation(self._active.setup, self._active.state.model)
         progress.evaluated = asdict(evaluated)
@@ -385,7 +387,8 @@ class Session:
     def _recover(self, exhausted: Exhausted) -> None:
         """Repeat the step under another recipe of the same global batch, after memory ran out.
 
-        If memory is only short, the next step uses such a recipe, if there is one.
+        If memory is only short (the allocator retries in each step), the next step uses such a recipe, if
+        there is one.
         """
         before, step = self._recipe, self._progress.step
         if self._run.ranks.are_many:
@@ -394,10 +397,10 @@ class Session:
                 .restarts()
                 .end_of_several(self._run, exhausted, before, step, self._ran_out)
             )
-        # A failed update goes back to a checkpoint, so only other phases check the weights.
+        # After a failed update, the run restarts from a checkpoint, so only other phases check the weights.
         if exhausted.phase != "update":
             self._active.check_weights()
-        # The next recipe may cut the batch, so the comparison comes before it is chosen.
+        # The next recipe may split the batch, so gradients are compared before it is chosen.
         self._compare_cut()
         chosen = self._recovery.next_recipe(exhausted, before, step)
         if chosen is None:
@@ -405,7 +408,7 @@ class Session:
             return
         checkpoint = self._checkpoint_to_go_on_from(exhausted.phase)
         if exhausted.phase == STEP_BOUNDARY and (checkpoint is None or checkpoint.step != step):
-            self._logger.ignore_retries()  # the save failed with a warning; going back would cost more
+            self._logger.ignore_retries()  # the save failed with a warning; going back costs more
             return
         self._close()
         self._recovery.tell(exhausted, before, chosen, step + 1)
@@ -432,17 +435,17 @@ class Session:
         if phase == STEP_BOUNDARY:
             self._active.save()
         elif phase != "update" and self._progress.step:
-            # The failed step has drawn random numbers, and its repetition must draw the same.
+            # The failed step has drawn random numbers, and its repetition must draw the same ones.
             self._active.rewind_rng()
             self._active.save()
         return self._checkpoints.newest()
 
     def _end(self, outcome: str) -> Trained:
-        """Save the state at the end of the run, and return the result."""
+        """Save a checkpoint at the end of the run, and return the run's result."""
         options, progress = self._run.options, self._progress
         signal = self._stops.stopping
         if outcome == STOPPED:
-            # A single long step may have used up the time limit; the save then gets a new one.
+            # A single long step may exceed the time limit, so the last save gets a new limit.
             self._stops.begin_last_save()
         if outcome == STOPPED:
             self._active.save()

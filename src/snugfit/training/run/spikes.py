@@ -1,9 +1,10 @@
 """Spikes of the loss: a warning, a stop or a skipped step, as the options require.
 
 The rule is Lightning's (`SpikeDetection`). A spike is higher than the previous loss. It also differs from the
-mean of the last ten by more than `loss_spike_rtol` times that mean. Here the check comes before the update,
-so a stopped or skipped step changes no weight. Losses of skipped steps are not stored, as in Lightning.
-Losses with only a warning are stored: else a run on another level would warn forever.
+mean of the last ten losses by more than `loss_spike_rtol` times that mean. Unlike in Lightning, the check
+comes before the update, so that a stopped or skipped step changes no weight. Losses of skipped steps are not
+stored, as in Lightning. Losses that only gave a warning are stored. Otherwise, a run whose losses stay at a
+higher level would warn in each step.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     from snugfit.training.options import TrainOptions
 
 WINDOW = 10
-"""Number of previous losses in the mean; with fewer there is no spike."""
+"""Number of previous losses in the mean that defines a spike. Before there are as many, no loss is a spike.
+"""
 
 MOST_WARNINGS = 3
-"""Largest number of warnings of spikes per process; small losses often have spikes, and the journal has all
-losses."""
+"""Largest number of warnings about loss spikes per process. Small losses often have spikes, and the journal
+contains all losses."""
 
 
 class LossSpike(StepRejected):

@@ -8,8 +8,8 @@
 | boundary | between two steps no work is half done: logging, evaluation, checkpoints and stops           |
 | end      | waits for checkpoints in progress, and saves the last step too                               |
 
-A step is a function of the run's seed and its number. A run that was killed and resumed therefore has the
-same numbers as one that was not.
+A step depends only on the run's seed and its own number. A run that was killed and resumed therefore has the
+same results as one that was not.
 
 Events (`journal.py`):
 
@@ -102,7 +102,7 @@ def train(
                 trained = session.train(
                     checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))
                 )
-            # Trackers are closed after an error too.
+            # Trackers are closed even after an error.
             finally:
                 for report in reports:
                     report.end(None)

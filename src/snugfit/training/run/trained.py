@@ -21,28 +21,29 @@ class Trained:
     """The outcome of a training run, with its model and its last metrics."""
 
     outcome: str
-    """`finished`; `stopped early`, without further gain in evaluations; or `stopped` by a signal."""
+    """Reason for the end: `finished`, `stopped early` (evaluations no longer improved) or `stopped` (by a
+    signal)."""
 
     exit_code: int
-    """0; 75 or 130 after a signal, if the run can be resumed."""
+    """Exit code of the process: 0; after a signal 75 or 130, if the run can be resumed."""
 
     step: int
     """Number of finished optimizer steps."""
 
     recipe: Recipe
-    """The recipe at the end of the run."""
+    """Recipe (set of techniques) at the end of the run. It may have changed after a lack of memory."""
 
     loss: float
-    """Loss of the last step; NaN without one."""
+    """Loss of the last step; NaN if the run had no step."""
 
     evaluated: Evaluated | None
     """Metrics of the last evaluation; None without one."""
 
     folder: Path
-    """The folder of its checkpoints and its journal."""
+    """Folder of the run's checkpoints and its journal."""
 
     model: torch.nn.Module
-    """The model after the last step, or that of the best evaluation if requested."""
+    """Model after the last step, or after the step with the best evaluation if requested."""
 
 
 class LastNotKept(SnugfitError):
@@ -51,4 +52,4 @@ class LastNotKept(SnugfitError):
     def __init__(self, why: str, trained: Trained) -> None:
         super().__init__(why)
         self.trained = trained
-        """The outcome of the run."""
+        """Results of the run, whose last checkpoint could not be saved."""

@@ -1,11 +1,11 @@
-"""Inductor's decisions that depend on a whole program's memory, recorded for few layers and extended to more.
+"""Inductor's decisions that depend on the memory of a whole program, recorded for models of few layers and
+extrapolated to more.
 
-Two decisions depend on the whole program. Inductor evaluates several orders of its kernels, and chooses the
-one with the lowest estimated peak (`torch._inductor.memory.reorder_for_peak_memory`). The second decision is
-the reuse of a buffer that was freed much earlier. Inductor reuses it only if the bytes alive between the two
-leave the estimated peak unchanged (`AllocateLine.should_reuse_buffer`). Both are recorded while a program is
-lowered. A deep model's estimates follow from those of two shallow models (`trace/grow.py`), and so do its
-decisions.
+There are two such decisions. Inductor compares several orders of its kernels, and chooses the one with the
+lowest estimated peak (`torch._inductor.memory.reorder_for_peak_memory`). It also reuses a buffer that was
+freed much earlier, but only if this does not raise the estimated peak (`AllocateLine.should_reuse_buffer`).
+Both are recorded while Inductor compiles a program. The estimates for a deep model follow from those of two
+shallow models (`trace/grow.py`), and so do its decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unittest.mock import patch
 from snugfit.rehearsal.trace.grow import Entry, grow
 
 CHOSEN_AMONG = 2
-"""Number of kernel orders from which Inductor has a choice."""
+"""Number of possible kernel orders from which Inductor has to choose one."""
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Reuse:
     nbytes: int
     taken: bool
     between: int | None
-    """Peak of the estimated bytes alive between the two; None if they are adjacent."""
+    """Peak of the estimated bytes alive between the older buffer's last use and the new buffer. None if no
+    kernel runs between."""
 
 
 @dataclass
@@ -38,9 +39,9 @@ class Decisions:
     """Inductor's memory estimates and decisions while it compiled one program (graph)."""
 
     orders: list[list[int]] = field(default_factory=list)
-    """Estimated bytes after each kernel, for each order of the kernels."""
+    """Estimated live bytes after each kernel, for each order of the kernels that Inductor compared."""
     timeline: list[int] = field(default_factory=list)
-    """Estimated bytes after each kernel of the final program."""
+    """Estimated live bytes after each kernel of the final program."""
     reuses: list[Reuse] = field(default_factory=list)
 
     def are_alike(self, deeper: Decisions, periods: int) -> bool:
@@ -62,7 +63,8 @@ def noted_decisions() -> Iterator[Decisions]:
 
     def note_estimate(*arguments: Any, **keywords: Any) -> Any:
         peak, timeline = estimate(*arguments, **keywords)
-        # Inductor also estimates the final order; only estimates inside the reordering are a choice.
+        # Inductor also calls this for the final order. Only calls within the reordering compare several
+        # orders.
         if ordering[-1]:
             decisions.orders.append([*timeline])
         else:
@@ -89,7 +91,7 @@ def noted_decisions() -> Iterator[Decisions]:
 def _noting(decide: Any, decisions: Decisions) -> Any:
     def should_reuse_buffer(line: Any, free_line: Any, size: int) -> bool:
         taken = bool(decide(line, free_line, size))
-        # Without a kernel between the two, the reuse changes no peak.
+        # Without a kernel between free and allocation, the reuse does not change any peak.
         adjacent = free_line.scheduler_node_index + 1 == line.scheduler_node_index
         between = None if adjacent else int(line.wrapper.estimate_peak.peak_between(free_line, line))
         decisions.reuses.append(Reuse(size, taken, between))
@@ -102,7 +104,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     few, more = shallow.orders, deeper.orders
     if len(few) != len(more):
         return False
-    # Without a choice among orders, the depth cannot change it.
+    # If there is only one order, the number of layers cannot change the choice.
     if len(more) < CHOSEN_AMONG:
         return True
     chosen = _lowest([max(order, default=0) for order in more])
@@ -112,11 +114,12 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     if peak is None:
         return False
     for number, (one, other) in enumerate(zip(few, more, strict=True)):
-        # a lower bound for the other orders: their peak grows at least as much per period
+        # A lower bound for the other orders: their peak grows at least as much with each repetition of the
+        # layers.
         deep_peak = _deep_peak(one, other, periods)
         if deep_peak is None:
             deep_peak = max(other) + (max(other) - max(one)) * periods
-        # Inductor takes the first of equal peaks.
+        # Among orders with equal peaks, Inductor takes the first.
         if deep_peak < peak or (deep_peak == peak and number < chosen):
             return False
     return True
@@ -132,7 +135,7 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
     if the two do not determine the peaks.
     """
     few, more = _changes(shallow), _changes(deeper)
-    # Sizes with an entry per layer (the seeds of all dropouts) differ between the depths.
+    # A size with one entry per layer (such as the seeds of all dropouts) depends on the number of layers.
     vary = {*few} ^ {*more}
     before, after = (
         [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]

@@ -3,11 +3,11 @@
 The source is `torch/_inductor/cudagraph_trees.py` of torch 2.13. A program has three kinds of runs: a first
 run that launches kernels, a recording, and replays.
 
-A replay allocates nothing. Blocks of the pool are free for the allocator when the next step begins. Their
-memory is never released to the device.
+A replay allocates nothing. When the next step begins, the allocator may reuse blocks of the graphs' memory
+pool. The pool's memory is never released to the device.
 
-Other orders raise an error: a new program while others are played, or inputs with changed addresses. There
-torch records again and again, and its pool grows.
+Two other cases raise an error: a new program while others are replayed, and inputs at changed addresses. In
+these cases torch would record again and again, and its pool would grow.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class GraphFunction:
 
     run: Callable[[list[Any]], Any]
     static: frozenset[int]
-    """Indices of inputs with a constant address."""
+    """Indices of inputs whose memory address never changes, such as weights."""
     is_backward: bool
     returned: frozenset[int] = frozenset()
-    """Indices of inputs that are returned unchanged, outside of the graph, which does not read them."""
+    """Indices of inputs that are returned unchanged. The graph does not read them."""
 
 
 Place = tuple[int, int]
-"""The type of an output's position: the index of its graph, and its index there."""
+"""The type of an output's position: the index of its CUDA graph, and its index among the graph's outputs."""
 
 
 @dataclass(eq=False)
@@ -57,9 +57,9 @@ class _Node:
 
     function: GraphFunction
     inputs: tuple[Any, ...] = ()
-    """Origin of each input: a `Place`, the block of a weight, or None if it was not examined."""
+    """Origin of each input: a `Place`, the memory block of a weight, or None if it was not examined."""
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """The storages of its last run's outputs."""
+    """The storages of the outputs of the program's last run."""
     children: dict[GraphFunction, list[_Node]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -83,7 +83,7 @@ class GraphTrees:
         self._path: list[_Node] = []
         self._roots = _Node(GraphFunction(list, frozenset(), is_backward=False))
         self._ran: set[GraphFunction] = set()
-        self._calls = self._calls_then = 0  # calls of compiled code: now, and at the last program
+        self._calls = self._calls_then = 0  # numbers of calls so far: now, and at the last program
         self._pending = False  # True between a forward pass and its backward pass
         self._generator: list[torch.Tensor] = []
 
@@ -97,7 +97,7 @@ class GraphTrees:
         """
         self._start()
         out = self._run(function, arguments)
-        # Between a forward pass and its backward pass no new step can begin.
+        # A new step cannot begin between a forward pass and its backward pass.
         self._pending = not function.is_backward
         self._calls_then = self._calls
         return out
@@ -107,7 +107,8 @@ class GraphTrees:
         import torch
 
         if not self._generator:
-            # The pool begins with the generator's seed and offset, in memory of the graphs' own stream.
+            # The first allocations in the graphs' memory pool are the seed and offset of the random
+            # generator.
             self._recorder.empty_cache()
             before = self._recorder.memory.use_stream(GRAPH_STREAM)
             self._generator = [
@@ -118,21 +119,22 @@ class GraphTrees:
     def _run(self, function: GraphFunction, arguments: list[Any]) -> Any:
         if self._state in (_State.FIRST_RUN, _State.RECORDING):
             self._try_to_end()
-        # While one program runs for the first time, all after it in the step launch kernels too.
+        # If any program runs for the first time, all later ones of the step launch kernels instead of
+        # replaying.
         if function not in self._ran or self._state is _State.FIRST_RUN:
             if self._state is _State.PLAYING:
                 raise RehearsalError(IRREGULAR)
             return self._first_run(function, arguments)
         if self._state is not _State.RECORDING:
-            # Graphs of a step share the pool, so a recording is valid only after the same programs.
+            # The graphs of a step share a memory pool, so a graph is valid only after the same programs.
             inputs = self._places(function, arguments)
-            # The same addresses of inputs are a condition of a replay.
+            # A graph can be replayed only with inputs at the same addresses.
             for node in self._last.children[function]:
                 if node.inputs == inputs:
                     return self._play(node, arguments)
             if self._path and function in self._roots.children:
                 self._try_to_end()
-                # A new step begins with the first program that is called after a backward pass.
+                # A program that is called first after a backward pass begins a new step.
                 if not self._path:
                     return self._run(function, arguments)
             if self._state is _State.PLAYING:
@@ -149,7 +151,7 @@ class GraphTrees:
         begins = self._calls != self._calls_then and not self._pending
         if not (begins or not any(True for _ in self._live())):
             return
-        # Blocks of a first run or a recording become free for the next step.
+        # The next step may reuse the memory of a first run or a recording.
         if self._state is not _State.PLAYING:
             self._recorder.memory.release_graphs()
         self._path, self._state = [], _State.NOTHING
@@ -185,7 +187,7 @@ class GraphTrees:
         self._recorder.records_graph()
         memory = self._recorder.memory
         node = _Node(function)
-        # torch frees cuBLAS's workspaces before and after each first run and each recording.
+        # torch frees cuBLAS's workspaces before and after each first run and each recording of a program.
         memory.give_workspaces_back()
         with memory.allocating(Memory.GRAPHS):
             out = function.run(arguments)
@@ -201,7 +203,7 @@ class GraphTrees:
             # Inputs with a changing address are copied into the pool.
             given = self._copy_inputs(node, arguments)
         memory.give_workspaces_back()
-        # The allocator releases its cached memory before a recording.
+        # torch frees the allocator's cached memory before it records a graph.
         self._recorder.empty_cache()
         with memory.allocating(Memory.GRAPHS):
             out = _run_on(function, given, originals)
@@ -211,7 +213,7 @@ class GraphTrees:
 
     def _play(self, node: _Node, arguments: list[Any]) -> Any:
         originals = {number: arguments[number] for number in node.function.returned}
-        # A replay allocates nothing: outputs have their recorded addresses.
+        # A replay allocates nothing, because its outputs have the recorded addresses.
         with self._recorder.memory.allocating(Memory.NOWHERE):
             given = self._copy_inputs(node, arguments)
             with self._recorder.played_back():
@@ -225,7 +227,7 @@ class GraphTrees:
         for one in out:
             reference = None
             if _is_tensor(one) and self._recorder.memory.is_of_graphs(storage := one.untyped_storage()):
-                # An output in a known storage belongs to an earlier program.
+                # If an output's storage existed before, it is the output of an earlier program.
                 reference = None if storage._cdata in known else weakref.ref(storage)
             node.outputs.append(reference)
         self._path.append(node)
@@ -263,7 +265,7 @@ def _run_on(function: GraphFunction, given: list[Any], originals: dict[int, Any]
     if not originals:
         return function.run(given)
     numbers = {id(given[number]): number for number in originals}
-    same = [given[number] for number in originals]  # prevents the reuse of their ids
+    same = [given[number] for number in originals]  # holding the objects keeps their ids unique
     out = [originals[numbers[id(one)]] if id(one) in numbers else one for one in function.run(given)]
     del same
     return out

@@ -1,9 +1,9 @@
-"""Inductor's passes over a joint graph (forward and backward), with the decisions that they would make on the
-simulated GPU.
+"""Inductor's graph passes over a joint graph (forward and backward), with the decisions that they would make
+on the simulated GPU.
 
-Two passes decide by the device. One replaces explicit attention by a fused kernel. The other pads products
-whose rows are no multiple of 16 bytes, if padding is faster in a benchmark. A simulation runs no benchmark.
-It pads such products by a rule that was fitted to the benchmarks of one H200.
+The decisions of two passes depend on the device. One pass replaces explicit attention by a fused kernel. The
+other pads matrix products whose rows are no multiple of 16 bytes, if padding is faster in a benchmark. A
+simulation runs no benchmark. It pads such products by a rule that was fitted to the benchmarks of one H200.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.device.policy import Policy
 
 BALANCE = 54.4
-"""Number of multiplications per element of operands and result above which a product in 16 bits is assumed to
-be padded.
+"""Multiplications per element of operands and result, above which Inductor is assumed to pad a 16-bit matrix
+product.
 
 On an H200, products with 59 were padded and those with 49 were not. On an H100, some products with 48 were
-padded, in the backward pass of an attention over 393 positions. All were benchmarked (`timed_padding.py`).
+padded, in the backward pass of an attention over 393 positions. Inductor benchmarked all of them
+(`timed_padding.py`).
 """
 
 HALF = 2
-"""Bytes of a number in 16 bits."""
+"""Bytes of a 16-bit number."""
 
 PADDED = (
     "Compiled products have sizes that are no multiple of 16 bytes. Inductor decides on the GPU, by "
@@ -56,15 +57,15 @@ def joint_passes_for(
     from torch._subclasses import fake_tensor
 
     passes, cpu = fx._recursive_joint_graph_passes, torch.device("cpu")
-    # Releases of torch differ in this argument.
+    # This argument exists only in some versions of torch.
     takes_device = "input_device" in inspect.signature(passes).parameters
 
     def run(graph: Any, *arguments: Any, **keywords: Any) -> Any:
-        # Patterns and constants ignore `meta`, so the passes see the CPU.
+        # Inductor's patterns and constants ignore `meta` tensors, so the graph is labelled as the CPU's.
         relabel(graph, cpu)
         on_gpu = isinstance(policy, CudaPolicy)
         decisions = _decisions_of(policy, doubt, times) if on_gpu else contextlib.nullcontext()
-        # the first joint graph of a process has patterns for CUDA, which would open a context there
+        # The first joint graph of a process creates patterns for CUDA, which would open a context on a GPU.
         with decisions, patch.object(fake_tensor, "init_gpu_context", lambda device: None):
             return passes(
                 graph, *arguments, **{**keywords, "input_device": cpu} if takes_device else keywords
@@ -89,13 +90,13 @@ def _decisions_of(
         """
         in_fp32 = match.kwargs["query"].meta["val"].dtype == torch.float32
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        # On CUDA, torch fuses attention in fp32 only with tf32.
+        # On CUDA, torch fuses attention in fp32 only if tf32 is allowed.
         return (tf32 or not in_fp32) and may_replace(match)
 
     def should_pad(
         match: Any, first: torch.Tensor, second: torch.Tensor, operator: Any, input: Any = None
     ) -> bool:
-        # Padding is decided first, and attention with padded products is not replaced afterwards.
+        # Inductor decides about padding first. It does not fuse attention whose products were padded.
         times(product_of(match, first, second, operator, input))
         pads = pays_to_pad(match, first, second)
         if pads:
@@ -105,7 +106,7 @@ def _decisions_of(
     with (
         patch.object(fuse_attention, "_scaled_dot_product_attention", attention_by(policy, trains=True)),
         patch.object(fuse_attention, "_sfdp_params_check", may_replace_on_cuda),
-        # the decision that remains for the CPU finds "cuda" in the text of a tensor's device
+        # One check searches the text of a tensor's device for "cuda", so that text is replaced.
         patch.object(fuse_attention, "str", lambda device: "cuda", create=True),
         patch.object(pad_mm, "check_device", lambda one, other: True),
         patch.object(pad_mm, "has_triton", lambda: True),

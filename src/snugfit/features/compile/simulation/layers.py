@@ -1,9 +1,9 @@
 """Simulation of compiled layers, or of a model compiled as a whole (`compiling.py`).
 
-Dynamo and AOTAutograd run as in a real step, on the simulation's tensors. The policy's overrides are active,
-and the recorder does not see these stages. Inductor lowers their graphs for the policy's device
-(`lowering.py`). Its program runs on shapes under the recorder (`program.py`). Layers that are alike share one
-program, and so do simulations of one process.
+Dynamo and AOTAutograd run as in a real step, on tensors without data. The simulation's replacements of torch
+functions are active, and these stages are not recorded. Inductor compiles their graphs for the simulated
+device (`lowering.py`). The resulting program runs on shapes, and its kernels and memory are recorded
+(`program.py`). Equal layers share one program, and so do simulations in the same process.
 
 Two modes of Inductor are simulated: `default` and `reduce-overhead`. Another mode is simulated as the nearer
 of these, and another backend as uncompiled code: both with a warning.
@@ -60,7 +60,7 @@ NOT_SIMULATED = (
 )
 
 _ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
-"""Functions of torch that are replaced during a simulation, by replacement."""
+"""Functions of torch that a simulation replaces, and whose originals Dynamo must trace."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
 
@@ -72,17 +72,18 @@ class _Program:
     call: Callable[[list[Any]], Any]
     strides: list[tuple[int, ...] | None]
     again: Counter[int] | None
-    """Contractions that a backward pass recomputes, counted by FLOPs; None for a forward pass."""
+    """Matrix products and convolutions that a backward pass recomputes, counted by their FLOPs. None for a
+    forward pass."""
     decisions: Decisions
     attention: tuple[str, ...]
-    """The attention kernels in the program."""
+    """Names of the attention kernels in the program."""
 
 
 _PROGRAMS: dict[Any, _Program] = {}
-"""Programs by graph and policy, shared by the simulations of a plan."""
+"""Compiled programs by graph and simulated device, shared by the simulations of a plan."""
 
 _GRAPHS: dict[Any, Any] = {}
-"""Functions that run a traced graph forward and backward, by keys like those of `_PROGRAMS`."""
+"""Functions that run a traced graph forward and backward, with keys like those of `_PROGRAMS`."""
 
 
 class Compiler:
@@ -96,14 +97,14 @@ class Compiler:
         self._policy, self._recorder, self._callback = policy, recorder, eager_callback
         self._notes = notes
         self._run = 0
-        self._within: list[range] = []  # kernels of programs in the last step
+        self._within: list[range] = []  # indices of compiled programs' kernels in the last step
         self._trees = GraphTrees(recorder)
-        self._assumed: list[str] = []  # assumptions for the current graph
+        self._assumed: list[str] = []  # sentences on assumptions about the graph being compiled
         self._timed: list[PaddedProduct] = []  # products to benchmark for the current graph
         self._chosen: set[str] = set()  # sources of benchmarked kernels
         self._sizes = FirstSizes()
         self._padded: set[str] = set()  # products that were benchmarked with and without padding
-        # Dynamo must trace torch's own functions, not those of the simulation.
+        # Dynamo must trace torch's own functions, so the simulation's replacements are undone meanwhile.
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
         self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
 
@@ -129,10 +130,10 @@ class Compiler:
             self._trees.begin_call()
             with self._real_surroundings(), plain_refusals():
                 out = compiled(*arguments, **keywords)
-            # Under a dispatch mode, Dynamo silently runs the code uncompiled.
+            # If another dispatch mode is active, Dynamo runs the code uncompiled without an error.
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=name))
-            # Dynamo may split a whole model's graph, and run the code between the parts uncompiled.
+            # Dynamo may split the graph of a whole model, and run the code between the parts uncompiled.
             if wish.is_one_program and (beside := self._first_beside(kernels)):
                 raise RehearsalError(_about_breaks(name, beside, counters["graph_break"] - breaks))
             return out
@@ -143,8 +144,8 @@ class Compiler:
         self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
-        """Return the first recorded kernel from index `start` on that ran outside of compiled programs; None
-        without one.
+        """Return the first recorded kernel, from index `start` on, that ran outside of compiled programs.
+        None without one.
         """
         spans = [span for span in self._within if span.stop > start]
         kernels = enumerate(self._recorder.kernels[start:], start)
@@ -162,7 +163,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """Context whose recorded kernels are marked as parts of compiled programs."""
+        """Context in which recorded kernels are marked as parts of compiled programs."""
         start = len(self._recorder.kernels)
         yield
         self._within.append(range(start, len(self._recorder.kernels)))
@@ -174,7 +175,7 @@ class Compiler:
         """
         import torch
 
-        # A program inside an operator's dispatch does not count: there Dynamo compiles torch's own Python.
+        # Within an operator's dispatch, the program is torch's own Python code, which Dynamo compiles too.
         self._run += bool(torch._C._len_torch_dispatch_stack())
         self._notes.attention.extend(attention)
         with self._inside(), self._recorder.program(**how):
@@ -191,7 +192,7 @@ class Compiler:
 
         hooks = [getattr(hooked, name) for name in _HOOKS]
         before = [dict(one) for one in hooks]
-        # Dynamo would trace the recorder's global hooks into the program.
+        # Dynamo would trace the global hooks of the simulation into the program.
         for one in hooks:
             one.clear()
         try:
@@ -218,7 +219,7 @@ class Compiler:
         import torch
 
         on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        # Code may read CUDA's autocast, but no tensor here is on CUDA, so it casts nothing.
+        # The model's code may query CUDA's autocast, but since no tensor is on CUDA, it casts nothing.
         if isinstance(self._policy, CudaPolicy):
             torch.set_autocast_enabled("cuda", torch.is_autocast_enabled(SWITCH))
             torch.set_autocast_dtype("cuda", torch.get_autocast_dtype(SWITCH))
@@ -235,7 +236,8 @@ class Compiler:
         """
         with self._sizes.ask(inputs) as any_sizes:
             key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
-            # The key has the graph's own code, without that of submodules.
+            # The key contains the graph's code without that of submodules, so only graphs without any are
+            # shared.
             shared = not records and not list(graph.children())
             if shared and key in _GRAPHS:
                 return _GRAPHS[key]
@@ -259,7 +261,7 @@ class Compiler:
             return fx.compile_fx(graph, inputs, inner_compile=make)
 
     def _make(self, graph: Any, inputs: Sequence[Any], *, records: bool, **options: Any) -> Any:
-        # The key has everything that AOTAutograd and Inductor read, so equal layers are lowered once.
+        # The key contains all inputs of AOTAutograd and Inductor, so equal layers are compiled once.
         key = (self._policy, str(_shape_of(inputs)), *_key_of(graph, options))
         program = _PROGRAMS.get(key)
         if program is None:
@@ -272,15 +274,15 @@ class Compiler:
             call = load(text, _launch, _choose)
             program = _Program(call, strides, again, decisions, attention_in(text))
             _PROGRAMS[key] = program
-        # AOTAutograd needs the strides of the outputs, also from a stored program.
+        # AOTAutograd needs the strides of the outputs, even from a stored program.
         _report_strides(program.strides)
         assumed = tuple(dict.fromkeys(self._assumed))
         run = _runs_program(program, assumed, tuple(self._timed))
-        # Only CUDA has graphs; on the CPU the program runs as it is.
+        # Only CUDA has graphs, so on the CPU the program runs unchanged.
         if records and isinstance(self._policy, CudaPolicy):
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
-            # Programs outlive the simulation that created them, so the current one is looked up.
+            # Programs outlive the simulation that created them, so the current simulation is looked up.
             run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
         return run
 
@@ -307,7 +309,7 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
         now = _NOW[-1]
         for sentence in assumed:
             now._recorder.doubt(sentence)
-        # Inductor benchmarks while it compiles, before the first run.
+        # Inductor benchmarks products while it compiles, before the program's first run.
         now.time_products_padded(timed)
         for ran in _RAN:
             ran.append(program.decisions)
@@ -328,19 +330,19 @@ def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
 
 
 _TRACED_FOR: list[Policy] = []
-"""The policy whose decisions are in Dynamo's caches, if any.
+"""The simulated device whose decisions are in Dynamo's caches; empty without one.
 
-To trace a layer again takes as long as its simulation.
+Tracing a layer again takes as long as simulating it.
 """
 
 MANY = 4096
-"""Largest number of Dynamo's traces of one layer's code."""
+"""Largest number of compilations that Dynamo allows for one layer's code."""
 
 _RAN: list[list[Decisions]] = []
-"""Lists that collect the decisions of the programs that run."""
+"""Lists that collect Inductor's decisions for the programs that run."""
 
 _NOW: list[Compiler] = []
-"""The compiler of the current simulation; programs outlive the one that created them."""
+"""The `Compiler` of the current simulation. Programs outlive the `Compiler` that created them."""
 
 
 @functools.cache
@@ -407,12 +409,12 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     from torch._prims import rng_prims
 
     compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
-    nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a planner's workers
-    # Workers of a planner compile nothing else, so traces for the same policy stay valid.
+    nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a plan search
+    # Nothing else is compiled in such a worker, so Dynamo's traces for the same policy stay valid.
     if not (nothing_else_compiles and [policy] == _TRACED_FOR):
         torch._dynamo.reset()
         _TRACED_FOR[:] = [policy]
-    # torch caches each operator's kernel for traced graphs, which the overrides replace.
+    # torch caches the kernel of each operator in traced graphs, but the simulation overrides kernels.
     forget_traced_kernels()
     _NOW.append(compiler)
     try:
@@ -421,7 +423,7 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             patch.object(compiling, "compiled_function", compiler.compiled_function),
             patch.object(torch._ops, "resolve_key", composed_as_elsewhere(torch._ops.resolve_key)),
             patch.object(rng_prims, "get_device", _where_numbers_are_drawn(rng_prims.get_device)),
-            # A cached graph would skip the lowering, and with it the decisions.
+            # torch would load a cached graph without running Inductor, and so without its decisions.
             functorch.patch(enable_autograd_cache=False),
             # Each size is compiled by itself, so that buffer sizes are numbers (`FirstSizes`).
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
@@ -431,7 +433,7 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     finally:
         _NOW.pop()
         if not nothing_else_compiles:
-            torch._dynamo.reset()  # the number of compilations per layer is limited and belongs to the user
+            torch._dynamo.reset()  # restores the limited number of compilations per layer for the user
             _TRACED_FOR.clear()
         forget_traced_kernels()
 
@@ -502,7 +504,7 @@ class FirstSizes:
 
     @contextlib.contextmanager
     def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
-        """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes for
+        """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes, given
         these inputs.
 
         Inside the context, AOTAutograd uses the layout of gradients for that case.
@@ -522,7 +524,7 @@ class FirstSizes:
 
 
 def forget_traced_kernels() -> None:
-    """Clear torch's caches of kernels for traced graphs."""
+    """Clear torch's caches of operators' kernels for traced graphs."""
     import torch
 
     for packet in vars(torch.ops.aten).values():

@@ -1,8 +1,9 @@
-"""Lowering of a graph to kernels by Inductor, for a GPU that is not in this machine.
+"""Lowering (compilation to kernels) of a graph by Inductor, for a GPU that is not in this machine.
 
-Dynamo and AOTAutograd trace and partition on `meta` as on other devices. Later stages read the device of the
-graph's tensors. Patterns and constants ignore `meta`, and fusion needs the real device. So each tensor of the
-graph is labelled as the CPU's during passes, and as the target's during the lowering.
+Dynamo and AOTAutograd trace and partition graphs on `meta` as on other devices. Later stages depend on the
+device of the graph's tensors. Inductor's patterns ignore tensors on `meta`, and its fusion depends on the
+real device. Each tensor of the graph is therefore labelled as the CPU's during graph passes, and as the
+simulated device's during the lowering.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def lower(
     on_gpu = isinstance(policy, CudaPolicy)
     target = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     with contextlib.ExitStack() as stack:
-        # Lowering runs operators of its own, which the recorder must not see.
+        # Lowering runs operators that are not part of the step, so the recorder is disabled.
         stack.enter_context(_disable_current_modes())
         # Nothing is compiled, so no processes and no benchmarks are needed.
         stack.enter_context(config.patch(compile_threads=1, max_autotune=False, fx_graph_cache=False))
@@ -47,7 +48,7 @@ def lower(
         stack.enter_context(quiet("torch._inductor.utils"))  # it warns of GPUs with few multiprocessors
         fx.view_to_reshape(graph)
         _describe_again(graph, inputs)
-        # Passes read the device of the graph's tensors: patterns and constants ignore `meta`.
+        # Graph passes read the device of tensors, and ignore patterns and constants on `meta`.
         fake = relabel(graph, torch.device("cpu"))
         _init_patterns()
         if isinstance(policy, CudaPolicy):
@@ -63,7 +64,7 @@ def lower(
             "shape_env": graph.shape_env if hasattr(graph, "shape_env") else None,
             **{name: options[name] for name in _PASSED_ON if name in options},
         }
-        # Releases of torch differ in these arguments.
+        # The accepted arguments depend on torch's version.
         known = inspect.signature(GraphLowering).parameters
         # Padding of strides depends on the device, so it is decided for the target.
         stack.enter_context(fx.maybe_disable_comprehensive_padding(values))
@@ -75,7 +76,7 @@ def lower(
         lowering.run(*values)
         report_strides(lowering.graph_outputs)
         code = lowering.codegen()[0]
-    # Some releases return an object with the text in it.
+    # In some versions of torch, `code` is an object with the text in it.
     return str(getattr(code, "value", code))
 
 
@@ -96,7 +97,7 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
             value = node.meta.get("val")
             if not isinstance(one, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
-            # A forward program's output may have other strides than the trace assumed.
+            # The compiled forward program may return other strides than the trace assumed.
             if value.stride() != one.stride():
                 node.meta["val"] = torch.empty_strided(
                     value.shape, one.stride(), dtype=value.dtype, device="meta"
@@ -112,7 +113,7 @@ def computed_again(graph: Any) -> Counter[int]:
 
     counts: Counter[int] = Counter()
     for node in graph.graph.nodes:
-        # Only forward nodes in a backward graph are recomputed.
+        # A forward node in a backward graph is a recomputed one.
         of_forward = node.meta.get("partitioner_tag") == "is_forward"
         if not of_forward or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -160,7 +161,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
     if not isinstance(value, FakeTensor) or value.fake_device == device:
         return value
-    # Under the fake mode, a new tensor would be created as another fake one.
+    # With the fake mode active, a new tensor would become another fake tensor.
     with torch._C._DisableTorchDispatch():
         shapes = torch.empty(0, dtype=value.dtype, device="meta")
         shapes.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
@@ -175,17 +176,17 @@ def _init_patterns() -> None:
 
 
 REGISTERS = 65_536
-"""Number of registers of a multiprocessor, on every GPU since Kepler. The source is the CUDA C++ Programming
-Guide, table of technical specifications."""
+"""Number of 32-bit registers of a multiprocessor, on every GPU since Kepler. The source is the CUDA C++
+Programming Guide, table of technical specifications."""
 
 WARP = 32
-"""Number of threads of a warp."""
+"""Number of threads in a warp of a GPU."""
 
 TOOLKIT = "13.0"
-"""Version of CUDA that Inductor reads; it only checks that there is one."""
+"""CUDA version that the simulation reports to Inductor, which only checks that there is one."""
 
 SHARED = 49_152
-"""Bytes of shared memory that a thread block may use by default."""
+"""Bytes of shared memory that a thread block may use by default on a GPU."""
 
 
 @contextlib.contextmanager
@@ -204,7 +205,7 @@ def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
     from torch._subclasses import fake_tensor
 
     interfaces = device_interface.device_interfaces
-    # Registered once, since it would replace the patched interface later.
+    # torch registers device interfaces once, and a later registration would replace the patch.
     device_interface.init_device_reg()
     answers = _interface(policy)
     with contextlib.ExitStack() as undo:
@@ -219,9 +220,9 @@ def describe_gpu(policy: CudaPolicy) -> Iterator[None]:
             undo.enter_context(patch.object(torch.cuda, name, value))
         undo.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or TOOLKIT))
         undo.enter_context(patch.object(scheduler, "has_triton", lambda: True))
-        # a build with CUDA would open a context on a GPU for tensors without data, or fail without one
+        # A build of torch with CUDA would open a context on a GPU, or fail without a GPU.
         undo.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
-        # the graph's tensors are labelled as the CPU's while its passes run
+        # The graph's tensors are labelled as the CPU's while graph passes run.
         undo.enter_context(patch.object(post_grad, "is_gpu", lambda device: True))
         undo.enter_context(patch.object(triton.runtime.driver, "_active", _Driver(policy)))
         yield

@@ -1,7 +1,8 @@
 """Execution of Inductor's Python program on `meta`: it allocates and frees the same buffers as on a GPU.
 
-Only the program itself is used of the generated text. Its kernels are replaced by functions that record their
-launches. The rest (allocations, views, torch's products and attention) runs on `meta` under the recorder.
+Only the function with the program is executed, not the rest of the generated text. Its kernels are replaced
+by functions that record their launches. All else (allocations, views, torch's products and attention) runs on
+`meta` and is recorded.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Run = Callable[[list[Any]], Any]
 """The type of a compiled program: a function of a list of inputs, which it empties."""
 
 Launch = Callable[[str, Sequence[Any], Sequence[Any], str], None]
-"""The type of a function that records a kernel: name, tensors that it reads, tensors that it writes,
-layout."""
+"""The type of a function that records a kernel. Its arguments are the kernel's name, the tensors that it
+reads, those that it writes, and its layout."""
 
 Choose = Callable[[str, Sequence[Any]], None]
 """The type of a function that is called before each launch of a kernel with several configurations. Its
@@ -38,7 +39,8 @@ _LAYOUTS = (
     (re.compile(r"@triton_heuristics\.\w*reduction\("), REDUCTION),
     (re.compile(r"@triton_heuristics\.pointwise\("), POINTWISE),
 )
-"""Patterns in a kernel's source, each with the layout that it means; the first match decides."""
+"""Patterns in a kernel's source, each with the layout (memory access pattern) that it indicates. The first
+match decides."""
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash_attention_for_cpu|cudnn|flash|efficient)")
@@ -52,8 +54,8 @@ def attention_in(text: str) -> tuple[str, ...]:
 
 
 def as_boxed(run: Run) -> Run:
-    """Return the function with AOTAutograd's mark (`_boxed_call`) for functions that empty their list of
-    inputs.
+    """Mark a function as one that empties its list of inputs (`_boxed_call`), as AOTAutograd expects, and
+    return it.
     """
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -65,13 +67,13 @@ def load(text: str, launch: Launch, choose: Choose) -> Run:
     names = _namespace()
     program: list[ast.stmt] = []
     for statement in tree.body:
-        # Kernels are assigned at the top level; their source is a string.
+        # In generated code, a kernel is a top-level assignment of its source as a string.
         if isinstance(statement, ast.Assign) and (kernel := _kernel_of(statement)) is not None:
             name, source = kernel
             names[name] = _GeneratedKernel(name, source, launch, choose)
-        # Helpers for benchmarks would need the GPU.
+        # Helper classes and functions for benchmarks are left out, because they need a GPU.
         elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
-            program.append(statement)  # the program is a function or a class
+            program.append(statement)  # the program is the remaining function or class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
     run: Run = names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
     return run
@@ -91,7 +93,7 @@ def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
         return None
     if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "async_compile"):
         return None
-    # A CPU kernel has its argument types first, a Triton kernel its name.
+    # The first argument is a CPU kernel's list of types, or a Triton kernel's name.
     if call.func.attr == "cpp_pybinding":
         return target.id, str(ast.literal_eval(call.args[0]))
     return target.id, str(ast.literal_eval(call.args[1]))
@@ -104,7 +106,7 @@ class _GeneratedKernel:
         self.name, self._source, self._launch, self._choose = name, source, launch, choose
         self._has_settings = not source.startswith("[") and settings_of(source) > 1
         self._layout = next((layout for pattern, layout in _LAYOUTS if pattern.search(source)), "")
-        # A list of types is a CPU kernel: `const` marks tensors that it only reads.
+        # The source of a CPU kernel is its list of types, where `const` marks tensors that are only read.
         if source.startswith("["):
             types = ast.literal_eval(source)
             self._roles = ["in" if one.startswith("const") else "in_out" for one in types]
@@ -118,7 +120,7 @@ class _GeneratedKernel:
         import torch
 
         reads, writes, changes = [], [], []
-        # Only leading entries are tensors; the ends may differ in length.
+        # The tensors come first; the two sequences may differ in length after them.
         for role, argument in zip(self._roles, arguments, strict=False):
             if not isinstance(argument, torch.Tensor):
                 continue
@@ -128,7 +130,7 @@ class _GeneratedKernel:
                 writes.append(argument)
             if role.startswith("in_out"):
                 changes.append(argument)
-        # Kernels with one configuration are launched without a benchmark.
+        # A kernel with a single configuration is launched without a benchmark.
         if self._has_settings:
             self._choose(self._source, changes)
         self._launch(self.name, reads, writes, self._layout)
@@ -146,7 +148,7 @@ def settings_of(source: str) -> int:
     tree = ast.parse(source)
     names: dict[str, Any] = {"__file__": "kernel.py"}
     imports: list[ast.stmt] = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
-    # Only the imports and the decorator run, which build the configurations without compiling.
+    # Only the imports and the decorator run. They create the configurations, without compiling.
     exec(compile(ast.Module(body=imports, type_ignores=[]), "<kernel>", "exec"), names)
     kernel = next(one for one in tree.body if isinstance(one, ast.FunctionDef))
     counts = [1]
@@ -161,7 +163,7 @@ def settings_of(source: str) -> int:
 
 
 _CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata", "assert_alignment")
-"""Names of checks of a program on its inputs and on operators' outputs; the second and third since torch
+"""Names of a program's checks of its inputs and of operators' outputs. The second and third exist since torch
 2.14."""
 
 
@@ -191,7 +193,7 @@ def _namespace() -> dict[str, Any]:
         "extern_kernels": _Library(),
         "empty_strided_cpu": empty,
         "empty_strided_cuda": empty,
-        # The real function works on `meta`, and keeps the storage.
+        # The real function also works on `meta` tensors, and keeps their storage.
         "reinterpret_tensor": guards._reinterpret_tensor,
         **dict.fromkeys(_CHECKS, lambda *arguments: None),
         "get_raw_stream": lambda index: 0,
@@ -236,7 +238,7 @@ class _WithRandomState:
         """Return the random state and the operator's output."""
         import torch
 
-        # The random state is on the host, so no state of a GPU is needed.
+        # The random state is that of the host, because no GPU is needed.
         return torch.get_rng_state(), operator(*arguments, **keywords)
 
     @staticmethod

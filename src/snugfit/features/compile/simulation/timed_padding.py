@@ -1,9 +1,10 @@
 """The simulated memory of Inductor's padding benchmarks (`fx_passes/pad_mm.py`).
 
-For a product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It runs the
-product with and without padding, once and then repeatedly. All of this is freed after the benchmark. But the
-workspaces of cuBLAS begin here, and segments remain that activations use later. An H100 (torch 2.11) showed
-this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5 in fp16.
+For a matrix product with sizes that are no multiple of 16 bytes, Inductor creates operands on the GPU. It
+runs the product with and without padding, once and then repeatedly. The memory is freed after the benchmark.
+But cuBLAS has then allocated its workspaces, and the allocator keeps segments that activations use later. An
+H100 (torch 2.11) showed this for 18 products of a ViT with adapters in fp32. It also showed it for 18 of a T5
+in fp16.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class Operand(NamedTuple):
     stride: tuple[int, ...]
     dtype: Any
     written_padded: bool
-    """True if the kernel that writes it would write it padded, so that padding takes no time."""
+    """True if the kernel that writes the operand can write it with padding, so that padding takes no time."""
 
 
 class PaddedProduct(NamedTuple):
     """A matrix product, with its operands' layouts, that Inductor benchmarks with and without padding."""
 
     key: str
-    """Key of Inductor's decision in its cache."""
+    """Key of Inductor's decision about the padding, in its cache."""
     key_unpadded: str
-    """Key of the time without padding in Inductor's cache."""
+    """Key of the measured time without padding, in Inductor's cache."""
     operator: str
     first: Operand
     second: Operand
@@ -73,10 +74,11 @@ def time_padding(policy: Policy, products: Iterable[PaddedProduct], timed: set[s
     flushed = getattr(policy, "cache_bytes", 0)
     if not flushed or not times_anything():
         return
-    # The benchmark runs outside of the model's autocast, which would cast its operands.
+    # Inductor benchmarks outside of the model's autocast, which would cast the operands.
     with torch.no_grad(), torch._C._DisableAutocast():
         for product in products:
-            # Inductor means to skip products that memory bounds, but mistakes MHz for kHz and benchmarks all.
+            # Inductor intends to skip products that are limited by memory, but confuses MHz and kHz and
+            # benchmarks all.
             if product.key not in timed:
                 _time(product, flushed, as_it_is=product.key_unpadded not in timed)
                 timed |= {product.key, product.key_unpadded}
@@ -89,7 +91,7 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     first, second = _make(product.first), _make(product.second)
     added = None if product.added is None or not as_it_is else _make(product.added)
     rows, inner, columns = _padding(first, second)
-    # An operand whose kernel writes it padded costs no padding in the benchmark.
+    # If a kernel can write an operand with padding, the benchmark gets it padded.
     first_padded = _pad(first, rows, inner) if product.first.written_padded else first
     second_padded = _pad(second, inner, columns) if product.second.written_padded else second
     added_padded = None if product.added is None else _make(product.added)
@@ -107,14 +109,14 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     if as_it_is:
         _run_twice(functools.partial(_multiply, product.operator, first, second, added), flushed)
     _run_twice(run_padded, flushed)
-    del run_padded, second, first  # the recorded order of frees
+    del run_padded, second, first  # Inductor frees them in this order.
 
 
 def _run_twice(run: Callable[[], torch.Tensor], flushed: int) -> None:
     import torch
 
     run()
-    # In repeated runs, a buffer of the cache's size is alive, which Inductor writes to flush the cache.
+    # Before each repetition, Inductor writes a buffer as large as the GPU's cache to flush it.
     beside = torch.empty(flushed, dtype=torch.uint8, device="meta")
     run()
     del beside
@@ -131,10 +133,10 @@ def _multiply(
 
 
 def _make(like: Operand) -> torch.Tensor:
-    """Return a tensor of this layout in a storage of its extent (`realize_tensor`)."""
+    """Return a tensor of this layout on `meta`, in a storage of the size that its strides need."""
     import torch
 
-    # The storage ends with the last element, also for strides with gaps.
+    # A storage ends with its last element, even if the strides leave gaps.
     spans = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True)) + 1
     return torch.empty(spans, dtype=like.dtype, device="meta").as_strided(like.shape, like.stride)
 

@@ -1,17 +1,18 @@
-"""AdamW that updates master weights in 32 bits, each in two halves: the bfloat16 weight, and 16 further bits.
+"""AdamW over fp32 weights (masters) that are stored in two halves: the bfloat16 weight, and 16 further bits.
 
-A weight takes 2 bytes an element, its gradient 2, and the states 10. These are two moments in fp32 and the
-other half of the master. The update is AdamW's in 32 bits, in torch's order of operations, over the master of
-both halves (`halves.py`). The result is cut in halves again. Every full copy of a weight is temporary.
+A weight takes 2 bytes per element, its gradient 2, and the optimizer states 10: two fp32 moments and the
+lower half. The update joins both halves to fp32 (`halves.py`), computes in the order of torch's AdamW, and
+splits the result again. Full fp32 copies of weights exist only temporarily.
 
-On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes an element and writes 12. torch's
-fused AdamW over weights in fp32 reads 16 and writes 12, and autocast casts every weight in addition. On other
-devices it is plain torch, `AT_ONCE` numbers at a time.
+On a GPU one kernel updates all weights (`kernel.py`). It reads 14 bytes per element and writes 12. torch's
+fused AdamW over fp32 weights reads 16 and writes 12, and autocast casts every weight in addition. On other
+devices the update is plain torch, for `AT_ONCE` elements at a time.
 
-A step has two parts. `prepare` runs on the host: it reads the gradients' addresses, counts the step, and
-copies its numbers to the device. `launch` launches kernels and reads nothing, so a CUDA graph can contain it.
-`prepare` is called before each replay of that graph. Gradients are clipped within the update (`clip_by`),
-without a separate pass over them, and are not changed. With a non-finite norm the update changes nothing.
+A step has two parts. `prepare` runs on the host: it reads the gradients' addresses, increments the step
+count, and copies the step's scalars to the device. `launch` launches kernels and reads nothing on the host,
+so a CUDA graph can contain it. `prepare` is called before each replay of that graph. Gradients are clipped
+within the update (`clip_by`), without a separate pass over them, and are not changed. If the gradient norm is
+not finite, the update changes nothing.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ class Numbers(NamedTuple):
     """
 
     keep: float
-    """Factor of a weight after decay: 1 - rate * decay."""
+    """Factor by which weight decay multiplies a weight: 1 - lr * decay."""
     first_share: float
-    """Share of a gradient in the first moment: 1 - beta1."""
+    """Factor of the gradient in the first moment: 1 - beta1."""
     second_keep: float
-    """Factor of the second moment: beta2."""
+    """Factor of the old second moment: beta2."""
     second_share: float
-    """Share of a squared gradient in the second moment: 1 - beta2."""
+    """Factor of the squared gradient in the second moment: 1 - beta2."""
     root: float
     """The square root of the second moment's bias correction: sqrt(1 - beta2 ** step)."""
     eps: float
     rate: float
-    """Minus the learning rate, by the first moment's bias correction: -lr / (1 - beta1 ** step)."""
+    """Negative learning rate, divided by the first moment's bias correction: -lr / (1 - beta1 ** step)."""
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
@@ -74,24 +75,24 @@ class MasterAdamW(OwnAdamW):
     """
 
     clips_inside: ClassVar = True
-    """True: it has `gradient_norm` and `clip_by` (`step/clipping.py`)."""
+    """True: the optimizer clips gradients itself, by `gradient_norm` and `clip_by` (`step/clipping.py`)."""
 
     generation = 0
-    """Counter of address changes of weights or states. A CUDA graph with an earlier launch updates the old
-    addresses.
+    """Number of changes of the addresses of weights or states. A CUDA graph recorded before a change updates
+    the old addresses.
     """
 
     table_of: ClassVar[type[WeightTable]] = WeightTable
-    """Class of the table of addresses that is passed to kernels."""
+    """Class of the table of memory addresses that the kernels read."""
 
     residual_dtype = torch.int16
-    """Dtype of the low halves of its masters."""
+    """Dtype of the lower halves of fp32 weights, beside the bfloat16 upper halves."""
 
     _tables: Sequence[WeightTable] | None = None
     _clip: tuple[torch.Tensor, float] | None = None
 
     whole_weight = staticmethod(join)
-    """Function that joins a weight and its low half to one tensor."""
+    """Function that joins a weight's bfloat16 half and lower half to one fp32 tensor."""
 
     def held_parts(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the low half of each master weight that has one, for checkpoints."""
@@ -99,7 +100,7 @@ class MasterAdamW(OwnAdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, and move the low halves of its weights into the optimizer's states."""
-        # A new group changes addresses, so the kernels' tables are written again.
+        # A new parameter group changes addresses, so the kernels' tables are written again in the next step.
         super().add_param_group(param_group)
         self._tables = None
         for weight in self.param_groups[-1]["params"]:
@@ -110,7 +111,7 @@ class MasterAdamW(OwnAdamW):
         """Load optimizer states without a change of their dtypes: torch's own would cast them to bfloat16.
         Low halves of master weights are converted to this optimizer's number of bits.
         """
-        # torch's own method casts states to the weight's dtype, bfloat16.
+        # torch's own method casts optimizer states to the weight's dtype, which is bfloat16 here.
         super().load_state_dict(state_dict)
         self._tables = None
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -160,7 +161,7 @@ class MasterAdamW(OwnAdamW):
             chosen = []
             for state, has_one, group in zip(table.states, table.has_gradient, groups, strict=True):
                 row = 0
-                # Row 0 is a placeholder for a weight without a gradient, which the kernel skips.
+                # Row 0 is a placeholder for weights without a gradient, which the kernel skips.
                 if has_one:
                     counted.append(state)
                     # Weights with equal settings and equal step counts share a row of numbers.
@@ -169,7 +170,7 @@ class MasterAdamW(OwnAdamW):
             table.number_rows(chosen)
         for state in counted:
             state[STEP] += 1
-        # Without any gradient nothing is launched, and nothing needs to be written.
+        # If no weight has a gradient, nothing is launched, so nothing needs to be written.
         if rows:
             self._numbers.write([(*Numbers.of(self.param_groups[n], step), step) for n, step in rows])
 
@@ -180,12 +181,12 @@ class MasterAdamW(OwnAdamW):
         """Update the weights after `prepare`, clipped if `clip_by` was called since the last launch. With a
         non-finite gradient norm, everything stays unchanged.
         """
-        # Clipping holds for one launch.
+        # A clipping factor is valid for a single launch.
         clip, self._clip = self._clip, None
         norm, most = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
             update_weights(table, self._numbers.value, norm, most)
-        # On a GPU the kernels check the norm; on a host it is read here.
+        # On a GPU the kernels check the norm themselves. On a host it is checked here.
         if not self._plain or is_refused(norm):
             return
         coefficient = None if norm is None else clip_coefficient(norm, most)
@@ -205,7 +206,7 @@ class MasterAdamW(OwnAdamW):
         gradients = [weight.grad for weight, _ in self._plain if weight.grad is not None]
         if not self._tables:
             return norm_in_fp32(gradients) if gradients else torch.zeros(())
-        # The sums and the norm keep their addresses, since a graph reads them.
+        # The tensors of the sums and the norm keep their addresses, because a CUDA graph reads them.
         norm_of(self._tables, self._sums, self._norm)
         return self._norm
 
@@ -220,7 +221,7 @@ class MasterAdamW(OwnAdamW):
 
     def _new_weights(self) -> Sequence[torch.Tensor]:
         if self._tables is None or not self._states_are_as_before():
-            # Weights that had no gradient in earlier steps may have one now.
+            # Weights without a gradient in earlier steps may have one now.
             weights = (weight for group in self.param_groups for weight in group["params"])
             return [weight for weight in weights if weight.numel() and STEP not in self.state.get(weight, {})]
         return self._without_states
@@ -240,7 +241,7 @@ class MasterAdamW(OwnAdamW):
                 f"With 32-bit masters weights are bfloat16, others fp32; one is {weight.dtype}. Try 'bf16'."
             )
         state = self.state[weight]
-        # An fp32 weight is a whole master.
+        # An fp32 weight is not split, so it needs no residual.
         if weight.dtype is torch.bfloat16:
             state[RESIDUAL] = self._residual(weight)
             setattr(weight, HAS_MASTER, True)
@@ -267,7 +268,7 @@ class MasterAdamW(OwnAdamW):
         """Create the tables of memory addresses that the update kernels read: one per device and dtype of the
         weights.
         """
-        # A kernel updates weights of one dtype.
+        # One kernel updates only weights of the same dtype.
         kinds: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}
         self._plain: list[tuple[torch.Tensor, int]] = []
         self._without_states: list[torch.Tensor] = []
@@ -285,7 +286,7 @@ class MasterAdamW(OwnAdamW):
             self.table_of([weight for weight, _ in kind], [self.state[weight] for weight, _ in kind])
             for kind in kinds.values()
         ]
-        # Graphs recorded before read the old addresses.
+        # CUDA graphs that were recorded earlier read the old addresses.
         self.generation += 1
         if self._tables:
             rows, device = sum(map(len, self._groups_of_tables)), self._tables[0].weights[0].device
@@ -306,13 +307,13 @@ class MasterAdamW(OwnAdamW):
         state = self.state[weight]
         slopes = flat(laid_out_as(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
-        # An fp32 weight is updated in place.
+        # An fp32 weight is updated in place, without being joined from two halves.
         if weight.dtype is torch.float32:
             for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
                 update(exact, widen(slope, coefficient), one, two, numbers)
             return
         halves = flat(weight), flat(state[RESIDUAL])
-        # Copies in 32 bits exist for a piece at a time.
+        # A weight is widened to 32 bits in pieces, so that only one piece exists in 32 bits at a time.
         for high, low, slope, one, two in pieces(*halves, slopes, first, second):
             exact = join(high, low)
             update(exact, widen(slope, coefficient), one, two, numbers)

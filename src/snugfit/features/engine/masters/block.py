@@ -16,39 +16,40 @@ class LaunchSettings(NamedTuple):
     """
 
     block: int = 1024
-    """Elements that a program updates at once, a power of two."""
+    """Number of elements that one Triton program updates, a power of two."""
 
     warps: int = 8
-    """Warps of 32 threads of one program."""
+    """Number of warps (32 threads each) of one Triton program."""
 
     narrow: int = 8
-    """Bytes that a thread reads at once of 16-bit data. With 8 it reads four elements there, the same as of
-    32-bit data, so that no element changes its thread.
+    """Bytes of 16-bit data that a thread reads at once. With 8 it reads four elements, as many as of 32-bit
+    data, so each element has one thread.
     """
 
     exact: bool = True
-    """True if divisions and roots are rounded to the nearest, as torch's are. Otherwise they take fewer
-    instructions and are off by one or two units in the last place.
+    """True if divisions and roots are rounded to the nearest, like torch's. Otherwise they take fewer
+    instructions and may be off by two units in the last place.
     """
 
 
 SETTINGS = LaunchSettings()
-"""Settings for 32-bit moments (`../tests/masters_in_triton.py cuda time` compares some)."""
+"""Launch settings for 32-bit moments (`../tests/masters_in_triton.py cuda time` compares some)."""
 
 COMPACT_SETTINGS = LaunchSettings(block=512, warps=4, exact=False)
-"""Settings for 8-bit moments: the fastest of eleven on an H100. It takes 1.95 ms for BERT-large, and with
-blocks of 1,024 and 8 warps 2.17 (dev/log.md).
+"""Launch settings for 8-bit moments: the fastest of eleven on an H100. It takes 1.95 ms for BERT-large, and
+with blocks of 1,024 and 8 warps 2.17 (dev/log.md).
 """
 
 NORM_PROGRAMS = 2048
-"""Number of programs that share the gradients in the norm's kernel, each of which writes one sum (chosen). A
-fixed number, so that sums are added up in one order on all devices."""
+"""Number of Triton programs of the gradient norm's kernel, each of which writes one partial sum (chosen). It
+is fixed, so that sums are added in one order on all devices."""
 
 NORM_WARPS = 4
-"""Number of warps, of 32 threads, in each program of the norm's kernel."""
+"""Number of warps (32 threads each) of one program of the gradient norm's kernel."""
 
 NUMBERS = 8
-"""Number of scalars in a row that the host writes in each step; the last one is the step's own number."""
+"""Number of scalars, such as the learning rate, that the host writes for each group of weights in a step. The
+last one is the step's number."""
 
 
 class LaunchTable(NamedTuple):
@@ -57,25 +58,25 @@ class LaunchTable(NamedTuple):
     """
 
     places: torch.Tensor
-    """Records of addresses on the device (N, length of a record), int64."""
+    """Memory addresses of each weight and its states on the device (N, length of a record), int64."""
 
     owners: torch.Tensor
-    """The number of its weight for each block (blocks,), int32."""
+    """Index of the weight that each block of elements belongs to (blocks,), int32."""
 
     which: torch.Tensor
-    """The row of numbers for each weight (N,), int32."""
+    """Index of each weight's row of scalars, such as the learning rate (N,), int32."""
 
     blocks: int
-    """Number of blocks of all weights."""
+    """Number of blocks of elements in all weights."""
 
     lower_bits: int
-    """Bits of the second half of weights in two halves: 16 or 8; 0 where weights and gradients are fp32."""
+    """Bits of the lower half of a weight that is split in two: 16 or 8. 0 for fp32 weights and gradients."""
 
     is_aligned: bool
-    """True if all addresses are multiples of 16."""
+    """True if all memory addresses are multiples of 16."""
 
     settings: LaunchSettings
-    """Settings of the launch, with the size of these blocks."""
+    """Launch settings of the kernel, which include the number of elements per block."""
 
     group: int
-    """Elements of which moments share a scale, in 8 bits (`compact.py`); 0 where moments have 32 bits."""
+    """Number of elements of 8-bit moments that share a scale (`compact.py`); 0 for 32-bit moments."""

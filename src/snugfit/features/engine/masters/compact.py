@@ -1,12 +1,13 @@
-"""Storage of AdamW's moments in 8 bits each, in groups of elements that share a scale.
+"""Storage of AdamW's moments as 8-bit codes, in groups of elements that share an fp32 scale.
 
-A group keeps the largest of its moments in fp32, its scale. Each element has a code, a whole number for its
-share of the largest. For the first moment it is -127 to 127, and the share is the square of code / 127. For
-the second moment it is 0 to 255, and the share is the fourth power of code / 255. So codes are a few
-hundredths apart near the largest and closer towards zero, where most moments of a group are.
+The scale of a group is its largest absolute moment. Each element has a whole number as code, from which its
+fraction of the scale is computed. For the first moment the code is -127 to 127. The fraction is the square of
+code / 127, with the code's sign. For the second moment it is 0 to 255. The fraction is the fourth power of
+code / 255. Codes are thus closer together near zero, where most moments of a group are.
 
-The second moment moves by a thousandth of itself in a step. Rounded to the nearest it would never change. So
-both are rounded up or down by chance, with odds by the distance to either neighbour.
+In one step, the second moment changes by about a thousandth. Rounded to the nearest code it would never
+change. Both moments are therefore rounded stochastically to one of the two neighbouring codes, the nearer one
+with the higher probability.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from typing import NamedTuple
 import torch
 
 GROUP = 64
-"""Number of elements that share a scale."""
+"""Number of elements of an 8-bit moment that share a scale."""
 
 FIRST_TOP = 127
 SECOND_TOP = 255
-"""The largest codes of first and second moments."""
+"""The largest 8-bit codes of first and second moments."""
 
 STRIDE = 0x9E3779B9
-"""Factor of a step's number in the hash, which spreads steps among 32-bit numbers: 2^32 by the golden
-ratio."""
+"""Factor of the step's number in the hash, which makes the bits of successive steps differ: 2^32 by the
+golden ratio."""
 
 MIXES = (0x7FEB352D, 0x846CA68B)
-"""Multipliers of the hash (Wellons, "Prospecting for Hash Functions", 2018)."""
+"""Multipliers of the hash that gives random bits (Wellons, "Prospecting for Hash Functions", 2018)."""
 
 SMALLEST = 1.2e-38
-"""Smallest scale with a reciprocal in 32 bits; a smaller one means zeros."""
+"""Smallest scale whose reciprocal is an fp32 number. A group with a smaller scale becomes zeros."""
 
 _ALL = 0xFFFFFFFF
 
 
 DRAW_BITS = 8
-"""Bits of the draws that round masters of 24 bits."""
+"""Number of random bits with which 24-bit weights are rounded."""
 
 
 class Chances(NamedTuple):
@@ -50,7 +51,8 @@ def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
     """Return the random numbers for `count` elements of a weight from index `begin` on, in the optimizer step
     of this number.
     """
-    # A hash and no draw: a step repeated from a checkpoint gives the same bits, on a CPU and on a GPU.
+    # A hash of the step is used instead of a random generator. A step repeated from a checkpoint gives the
+    # same bits, on CPU and GPU.
     bits = _hash(begin, count, step, device)
     return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
 
@@ -68,7 +70,8 @@ def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
     """Return a 32-bit random hash for each of these elements of a weight, as int64."""
     bits = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
     bits.add_(step * STRIDE).bitwise_and_(_ALL)
-    # torch has no unsigned integers, so 32 bits are in int64 and cut after each product.
+    # torch has few operators for unsigned integers. The 32 bits are in int64, and overflow is cut off after
+    # each product.
     bits ^= bits >> 16
     bits.mul_(MIXES[0]).bitwise_and_(_ALL)
     bits ^= bits >> 15
@@ -78,13 +81,13 @@ def _hash(begin: int, count: int, step: int, device: torch.device) -> torch.Tens
 
 
 def _share(bits: torch.Tensor) -> torch.Tensor:
-    # Half a unit is added, so that no chance is exactly 0 or 1.
+    # Adding half a unit keeps each random number strictly between 0 and 1.
     return bits.to(torch.float32).add_(0.5).mul_(1.0 / 65536)
 
 
 def cut_in_groups(numbers: torch.Tensor) -> torch.Tensor:
     """Reshape a flat tensor to rows of one quantization group each (N, `GROUP`), padded with zeros."""
-    # The last group may be incomplete, and its zeros never are the largest.
+    # The last group may be incomplete. The zeros that fill it never change the group's maximum.
     return torch.nn.functional.pad(numbers, (0, -numbers.numel() % GROUP)).view(-1, GROUP)
 
 
@@ -114,7 +117,7 @@ def narrow_first(
     sizes = cut_in_groups(exact.abs())
     shares = _shares(sizes, scales) * FIRST_TOP**2
     below = shares.sqrt().floor_()
-    # The distance of neighbouring squares is 2 * below + 1.
+    # Codes represent squares, and the distance from `below ** 2` to the next square is 2 * below + 1.
     above = cut_in_groups(chance) * (2.0 * below + 1.0) < shares - below * below
     whole = (below + above.to(torch.float32)).clamp_(max=FIRST_TOP).flatten()[: codes.numel()]
     codes.copy_(torch.where(exact < 0, -whole, whole))
@@ -129,19 +132,20 @@ def narrow_second(
     below = shares.sqrt().sqrt_().floor_()
     low, next_one = below * below, (below + 1.0) * (below + 1.0)
     low, high = low * low, next_one * next_one
-    # The odds are linear in the value, so the average is right although codes are not evenly spaced.
+    # The probability of rounding up is linear in the value. The expected result is thus exact, although the
+    # codes are not evenly spaced.
     above = cut_in_groups(chance) * (high - low) < shares - low
     whole = (below + above.to(torch.float32)).clamp_(max=SECOND_TOP)
-    # A second moment above zero never becomes zero, since an update divides by its root.
+    # A positive second moment must not become zero, because the update divides by its square root.
     codes.copy_(torch.where(sizes > 0, whole.clamp_(min=1.0), whole).flatten()[: codes.numel()])
 
 
 def _shares(sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return each element divided by the largest of its group, and write that largest as the
-    group's scale.
+    """Return each element divided by the largest of its group, and write the largest element as the group's
+    scale.
     """
     largest = sizes.amax(1)
     scales.copy_(largest)
-    # A smaller scale has no reciprocal in 32 bits, and means zeros.
+    # A smaller scale has no fp32 reciprocal, so its group becomes zeros.
     reciprocal = torch.where(largest > SMALLEST, 1.0 / largest, 0.0)
     return sizes * reciprocal.unsqueeze(1)

@@ -1,12 +1,12 @@
-"""AdamW that keeps both moments in 8 bits, for weights in two halves or in fp32.
+"""AdamW with both moments in 8 bits, for fp32 weights that are stored in two halves or as a whole.
 
-For a weight in halves an update reads 8 bytes an element and writes 6, where `MasterAdamW` reads 14 and
-writes 12. Scales add an eighth of a byte each way. Masters, gradients and the arithmetic stay in 32 bits;
-`compact.py` describes the storage of moments. A weight takes 4 bytes an element with its other half, and its
-states 2.125.
+For a weight in two halves, an update reads 8 bytes per element and writes 6; `MasterAdamW` reads 14 and
+writes 12. Scales add an eighth of a byte to each. Gradients and all arithmetic are as in `MasterAdamW`;
+`compact.py` describes the storage of moments. A weight takes 4 bytes per element with its lower half, and its
+moments take 2.125.
 
-With masters of 24 bits the other half takes 1 byte and not 2. So an update reads 7 bytes and writes 5.
-Masters are rounded by chance then (`halves.py`), as moments are.
+With 24-bit weights the lower half takes 1 byte instead of 2, so an update reads 7 bytes and writes 5. Weights
+are then rounded stochastically (`halves.py`), like moments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from snugfit.features.engine.masters.table import MOMENTS, WeightTable
 from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
 
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
-"""Keys of the optimizer states with the groups' scales."""
+"""Keys of the optimizer states that contain the scales of 8-bit moments."""
 
 
 class CompactTable(WeightTable):
@@ -62,7 +62,7 @@ class CompactAdamW(MasterAdamW):
         builds optimizers from the signature (`wishes/optimizer.py`). `master_bits` is the size of master
         weights in two halves.
         """
-        # 24 bits are a bfloat16 and 8 more.
+        # A 24-bit weight is stored as bfloat16 and 8 further bits.
         self.residual_dtype = torch.int16 if master_bits == 32 else torch.int8
         super().__init__(params, lr, betas, eps, weight_decay)
 
@@ -91,7 +91,7 @@ class CompactAdamW(MasterAdamW):
         codes = [flat(state[name]) for name in MOMENTS]
         for begin in range(0, weight.numel(), AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
-            # A piece is a multiple of the group, so that no group is in two pieces.
+            # Each piece is a multiple of the group size, so that no group is split.
             groups = slice(begin // compact.GROUP, compact.scale_count(begin + AT_ONCE))
             first_code, second_code = (code[part] for code in codes)
             first_scale, second_scale = (state[name][groups] for name in SCALES)
@@ -104,7 +104,7 @@ class CompactAdamW(MasterAdamW):
                 low = flat(state[RESIDUAL])[part]
                 exact = join(values[part], low)
                 update(exact, slope, first, second, numbers)
-                # In 24 bits, small updates would be lost without rounding by chance.
+                # With 24 bits, small updates would be lost without stochastic rounding.
                 if low.dtype is torch.int8:
                     draws = compact.draws(begin, first.numel(), state[STEP], weight.device)
                     split_by_chance(exact, values[part], low, draws)

@@ -1,8 +1,8 @@
 """Triton code that updates a block of weights with 8-bit moments. `compact.py` is its reference in plain
 torch.
 
-It moves half the bytes of the update with whole moments, so its arithmetic decides its time. `HALVES` is the
-bits of a weight's second half: 16, 8, or 0 for a weight in fp32.
+An update with 8-bit moments moves half the bytes of one with fp32 moments, so arithmetic limits its speed.
+`HALVES` is the number of bits of a weight's lower half: 16, 8, or 0 for an fp32 weight.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def hash_of(at, step):  # type: ignore[no-untyped-def]
 @triton.jit
 def reciprocal(largest):  # type: ignore[no-untyped-def]
     """Return the reciprocal of a group's scale; 0 for a scale of 0."""
-    # The inner selection avoids a division by zero, whose result would be selected away.
+    # Both branches of `where` are computed, so the inner selection avoids a division by zero.
     return tl.where(largest > LEAST_SCALE, tl.div_rn(1.0, tl.where(largest > LEAST_SCALE, largest, 1.0)), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def root_of(number, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the square root, rounded to the nearest if `EXACT`, else as the hardware approximates it."""
-    # A root that is off by a unit may give a neighbouring code, between which chance decides anyway.
+    # A root that is off by one unit may give a neighbouring code, but rounding is random anyway.
     return tl.sqrt_rn(number) if EXACT else tl.sqrt(number)
 
 
@@ -77,7 +77,7 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
     below = tl.floor(root_of(root_of(shares, EXACT), EXACT))
     low, high = below * below, (below + 1.0) * (below + 1.0)
     low, high = low * low, high * high
-    # The odds are linear in the value, as in `compact.narrow_second`.
+    # The probability of rounding up is linear in the value, as in `compact.narrow_second`.
     above = chance * (high - low) < shares - low
     whole = tl.minimum(below + above.to(tl.float32), SECOND)
     return tl.where(second > 0, tl.maximum(whole, 1.0), whole)
@@ -87,7 +87,8 @@ def second_codes(second, largest, chance, EXACT: tl.constexpr):  # type: ignore[
 def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the address of the weights' low halves as a Triton pointer to their dtype."""
     if HALVES == 8:
-        # A thread reads half as many bytes of 8-bit data, so that its elements stay the same.
+        # A thread reads half as many bytes of 8-bit data as of 16-bit data, so that it gets the same
+        # elements.
         lower = pointer(residual, tl.int8, NARROW // 2 if NARROW > 1 else 1)
     else:
         lower = pointer(residual, tl.int16, NARROW)
@@ -97,7 +98,7 @@ def pointer_to_lower(residual, HALVES: tl.constexpr, NARROW: tl.constexpr):  # t
 @triton.jit  # type: ignore[untyped-decorator]
 def join_parts(upper, lower, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the fp32 master weights, joined from their high and low halves (`halves.join`)."""
-    # The shift puts 8 bits in units of the 16-bit half.
+    # The shift converts the 8-bit half to units of a 16-bit half.
     return join_halves(upper, lower.to(tl.int32) << 8) if HALVES == 8 else join_halves(upper, lower)
 
 

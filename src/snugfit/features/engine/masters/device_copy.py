@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 
 RING = 4
-"""Number of buffers of the host (chosen): it is at most one step ahead, and a step writes once."""
+"""Number of host buffers in rotation (chosen). The host is at most one step ahead, and a step writes once."""
 
 
 class DeviceCopy:
     """A tensor on the device, and the page-locked buffers from which it is written."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        # Only page-locked memory is copied without waiting.
+        # Only copies from page-locked memory do not block the host.
         on_gpu = device.type == "cuda"
         self.value = torch.zeros(shape, dtype=dtype, device=device)
         """The tensor on the device, whose address never changes."""
@@ -37,7 +37,7 @@ class DeviceCopy:
         """
         self._turn = turn = (self._turn + 1) % len(self._buffers)
         if self._copied is not None:
-            # The buffer may still be read by the copy of four writes ago.
+            # The copy of four writes ago may still read the buffer.
             self._copied[turn].synchronize()
         self._arrays[turn][: len(rows)] = rows
         self.value.copy_(self._buffers[turn], non_blocking=True)

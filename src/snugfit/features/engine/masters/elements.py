@@ -10,30 +10,31 @@ import triton.language as tl
 def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
     """Return the factor by which gradients of this norm are clipped
     (`torch.nn.utils.clip_grads_with_norm_`)."""
-    # The addend and the limit are torch's.
+    # The small addend and the limit of 1 are those of torch.
     return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
 
 
 @triton.jit
 def is_finite(number):  # type: ignore[no-untyped-def]
     """Return True if a number is neither infinite nor NaN, in a Triton kernel."""
-    # Exponent bits that are all ones mark infinity and NaN; the sign is masked out.
+    # A number is infinite or NaN if all exponent bits are ones; the sign bit is masked out.
     return (number.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 
 @triton.jit
 def join_halves(upper, lower):  # type: ignore[no-untyped-def]
-    """Return the 32-bit number whose upper and lower 16 bits these are."""
-    # The lower half has a sign, so it is added and not put in place.
+    """Return the fp32 number that is joined from a bfloat16 half and a signed 16-bit difference."""
+    # The lower half is a signed number, so it is added.
     return ((upper.to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def upper_half(exact):  # type: ignore[no-untyped-def]
-    """Return the nearest bfloat16 of an fp32 number, and the remaining difference as 16 bits."""
+    """Return the nearest bfloat16 of an fp32 number, and the remaining difference in 16 bits."""
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
-    # Halfway cases go away from zero: 16 bits could not distinguish an even rule's cases.
+    # A number halfway between two bfloat16 values is rounded away from zero. Rounding to even would not be
+    # invertible with 16 bits.
     upper = (bits + 0x8000) >> 16
     return upper.to(tl.int16), (bits - (upper << 16)).to(tl.int16)
 
@@ -45,7 +46,7 @@ def split_by_chance(exact, draws):  # type: ignore[no-untyped-def]
     """
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN
-    # Rounded first and cut then, so that a carry reaches the bfloat16.
+    # Rounding comes before the split, so that a carry reaches the bfloat16 half.
     bits = ((bits + draws) >> 8) << 8
     upper = (bits + 0x8000) >> 16
     return upper.to(tl.int16), ((bits - (upper << 16)) >> 8).to(tl.int8)
@@ -67,12 +68,12 @@ def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignor
     eps, rate = tl.load(own + 5), tl.load(own + 6)
     exact = exact * keep
     way = slope - first
-    # torch's `lerp` has two forms, chosen at one half.
+    # torch's `lerp` has two formulas, chosen by a weight below or above one half.
     first = tl.where(first_share < 0.5, first + first_share * way, slope - way * (1.0 - first_share))
     second = second * second_keep + second_share * slope * slope
     if EXACT:
         exact = exact + tl.div_rn(rate * first, tl.div_rn(tl.sqrt_rn(second), root) + eps)
     else:
-        # One division less, for results that are off by a unit in the last place.
+        # One division fewer than in the exact formula. Results may be off by a unit in the last place.
         exact = exact + (rate * first) / (tl.sqrt(second) * (1.0 / root) + eps)
     return exact, first, second

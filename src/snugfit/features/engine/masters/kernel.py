@@ -1,16 +1,17 @@
-"""Kernels that update many weights at once and take the norm of their gradients, in Triton.
+"""Triton kernels that update weights by AdamW and compute the gradient norm, for many weights at once or for
+one.
 
-A program looks up its block's weight (`owners`), and the weight's addresses (a record of `places`). The
-numbers of a step are on the device too, as is the norm that gradients are clipped by. So all launches are
-equal, and a CUDA graph can contain one.
+A Triton program finds the weight of its block in `owners`, and the weight's memory addresses in `places`. The
+scalars of a step, and the norm for clipping, are on the device too. All launches therefore have the same
+arguments, and a CUDA graph can contain one.
 
-An update of a weight in halves, computed in fp32, reads 14 bytes an element and writes 12. A weight in fp32
-takes 16 and 12. With 8-bit moments it is 8.06 and 6.06, or 10.06 and 6.06 in fp32. With masters of 24 bits it
-is 7.06 and 5.06 (`compact_kernel.py`). `HALVES` is the bits of a weight's second half: 16 or 8, 0 for a
-weight in fp32. Moments with 32 bits come with 16 alone.
+An update of a weight in two halves reads 14 bytes per element and writes 12; of an fp32 weight, 16 and 12.
+With 8-bit moments these are 8.06 and 6.06, or for an fp32 weight 10.06 and 6.06. With 24-bit weights they are
+7.06 and 5.06 (`compact_kernel.py`). All arithmetic is in fp32. `HALVES` is the number of bits of a weight's
+lower half: 16 or 8, or 0 for an fp32 weight. With fp32 moments it is 16.
 
-The addresses are arguments of the launch. A gradient has an address only once it exists, so a table on the
-device would have to be written for each. Elements are updated as in `kernel.py`.
+**One weight.** The kernels for a single weight get the memory addresses as arguments of the launch. A
+gradient that is freed at once has a new address each time. A table would have to be written for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from snugfit.features.engine.masters.elements import (
 )
 
 WIDE = 16
-"""Bytes that a thread reads at once of 32-bit data, at addresses that are multiples of it."""
+"""Bytes of 32-bit data that a thread reads at once, from addresses that are multiples of this."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -44,7 +45,7 @@ def update_part(  # type: ignore[no-untyped-def]
     first `left` elements.
     """
     at = tl.arange(0, BLOCK)
-    # Whole blocks need no mask.
+    # Blocks that are full need no mask.
     mask = at < left if MASKED else None
     firsts = pointer(first_moment, tl.float32, ALIGNED) + begin + at
     seconds = pointer(second_moment, tl.float32, ALIGNED) + begin + at
@@ -59,7 +60,7 @@ def update_part(  # type: ignore[no-untyped-def]
         weights = pointer(weight, tl.float32, ALIGNED) + begin + at
         gradients = pointer(gradient, tl.float32, ALIGNED) + begin + at
         exact = tl.load(weights, mask=mask)
-    # Gradients of bfloat16 are widened before any arithmetic.
+    # bfloat16 gradients are converted to fp32 before any arithmetic.
     slope = tl.load(gradients, mask=mask).to(tl.float32)
     first = tl.load(firsts, mask=mask)
     second = tl.load(seconds, mask=mask)
@@ -124,19 +125,19 @@ def update_weights(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel: update one block of elements by AdamW, unless the gradient norm is not finite."""
-    # A launch takes few pointers, so everything else is looked up on the device.
+    # A launch takes few pointers, so the kernel reads all other addresses from tables on the device.
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
         coefficient = clip_coefficient(length, most)
-        # A norm that is not finite must change nothing.
+        # With a norm that is NaN or infinite, no weight may change.
         goes_on = is_finite(length)
     if goes_on:
         block = tl.program_id(0)
         column = tl.load(owners + block)
         record = places + column * RECORD
         gradient = tl.load(record + 6)
-        # An address of 0 means a weight without a gradient.
+        # The address is 0 for a weight without a gradient.
         if gradient != 0:
             begin = (block - tl.load(record)) * BLOCK
             left = tl.load(record + 1) - begin
@@ -160,7 +161,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     """Triton kernel: sum the squares of the gradients in the blocks of one Triton program, in fp32."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    # A fixed number of programs adds in one order on all devices.
+    # The number of programs is fixed, so that sums are added in the same order on all devices.
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         record = places + tl.load(owners + block) * RECORD
         address = tl.load(record + 6)
@@ -180,7 +181,7 @@ def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-unt
     """Triton kernel: write the square root of the total of `sums`: the gradient norm, a scalar."""
     at = tl.arange(0, WIDTH)
     total = tl.sum(tl.load(sums + at, mask=at < count, other=0.0), 0)
-    # Correctly rounded, as torch's root.
+    # The root is rounded to the nearest, like torch's.
     tl.store(norm, tl.sqrt_rn(total))
 
 
@@ -195,11 +196,11 @@ def launch_update(
     """
     settings, aligned = table.settings, table.is_aligned
     update_weights[(table.blocks,)](
-        # Unused pointers must still be valid arguments.
+        # Pointers that the kernel does not use must still be valid arguments.
         table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
         float(most),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
-        # Without a common alignment, a thread reads single elements.
+        # If some addresses are not aligned, each thread reads single elements.
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
         NARROW=settings.narrow if aligned else 1, EXACT=settings.exact,
         num_warps=settings.warps,
@@ -238,7 +239,7 @@ def update_one(  # type: ignore[no-untyped-def]
         coefficient = clip_coefficient(length, most)
         goes_on = is_finite(length)
     if goes_on:
-        # Offsets of large weights exceed 32 bits.
+        # The offset of an element in a large weight may exceed 32 bits.
         begin = tl.program_id(0).to(tl.int64) * BLOCK
         left = count - begin
         update_up_to(
@@ -264,7 +265,7 @@ def add_squares(  # type: ignore[no-untyped-def]
         total += slope * slope
         begin += tl.num_programs(0).to(tl.int64) * BLOCK
     own = sums + tl.program_id(0)
-    # Programs of one launch have sums of their own, so no atomic addition is needed.
+    # Each program of a launch has its own sum, so no atomic addition is needed.
     tl.store(own, tl.load(own) + tl.sum(total, 0))
 
 
@@ -285,10 +286,10 @@ def launch_update_of_one(
     both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
     bits of a residual, 0 without one.
     """
-    # One unaligned address makes all reads narrow, since they share the constants.
+    # All reads share the alignment constant, so one unaligned address makes all of them narrow.
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
-        # Without a group the scales are never read; any addresses will do.
+        # Without groups the kernel never reads the scales, so any valid addresses are passed.
         *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
         own if norm is None else norm, float(most), count,
         HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,

@@ -1,9 +1,9 @@
 """The kernel launches of an update of master weights, as custom operators that a simulation can run on
 tensors without data.
 
-A simulation's step calls an operator for each launch. The operator allocates nothing and moves the same bytes
-as the kernel. A step on a GPU launches the kernels themselves. An operator over lists of hundreds of tensors
-takes the host longer than the launch.
+A simulated step calls an operator for each launch. The operator allocates nothing and moves the same bytes as
+the kernel. A step on a GPU launches the kernels directly. Calling an operator with lists of hundreds of
+tensors takes the host longer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from snugfit.features.engine.masters.table import WeightTable
 
 _KERNEL_ON_META = False
-"""True if the simulated step is that of a GPU."""
+"""True while a GPU's step is simulated on `meta` tensors."""
 
 OPERATORS = torch.library.Library("triton", "FRAGMENT")
-"""The `torch.library` of the operators, named as traces name kernels that Triton compiles at their first
-launch."""
+"""The `torch.library` with the operators of these kernels, named as profiler traces name Triton kernels."""
 
 for _name in ("adamw_of_weights", "adamw_with_8_bit_states"):
     OPERATORS.define(
@@ -71,20 +70,20 @@ def update_weights(
     most: float,
 ) -> None:
     """Launch one AdamW step for the weights of this table (`kernel.launch_update`)."""
-    # An operator over lists of hundreds of tensors takes the host longer than the launch.
+    # An operator call with lists of hundreds of tensors takes the host longer than the kernel launch itself.
     if not numbers.is_meta:
         with triton_named():
             table.launch(numbers, norm, most)
-        # The kernels write around autograd, which must notice changed weights.
+        # The kernels change weights without autograd's knowledge, so their versions are increased here.
         torch.autograd.graph.increment_version(table.weights)
-        # Copies of gradients are only for the kernel that has read them.
+        # Copies of gradients are only needed until the kernel has read them.
         table.forget_copies()
         return
     among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
     states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
     operators = torch.ops.triton
     update = operators.adamw_with_8_bit_states if table.group else operators.adamw_of_weights
-    # A simulation needs the tensors whose bytes the kernel moves.
+    # A simulation records the tensors from which it computes the bytes that the kernel moves.
     update(
         [table.weights[number] for number in among], [state for state in states if state is not None],
         table.gradients(), table.places, numbers,
@@ -110,7 +109,7 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
 
 
 def take_root(sums: torch.Tensor, norm: torch.Tensor) -> None:
-    """Write the gradient norm, a scalar, from sums of squares of any shape."""
+    """Write the gradient norm, a scalar: the square root of the sum of all elements of `sums`."""
     if norm.is_meta:
         torch.ops.triton.norm_of_squares(sums, norm)
         return

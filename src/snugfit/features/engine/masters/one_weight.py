@@ -1,8 +1,10 @@
-"""Updates of one weight at a time by `MasterAdamW` and `CompactAdamW`, for gradients that are freed at once.
+"""Updates of one weight at a time, with the optimizers `MasterAdamW` and `CompactAdamW`, for gradients that
+are freed at once.
 
-States and numbers are the same as in a step over all weights. On a GPU each update is a separate launch, and
-so is a gradient's share of the norm. Both read the step's numbers on the device. On other devices they are
-plain torch. A simulation's step calls operators, as in `launches.py`.
+Results and optimizer states are the same as in a step over all weights. On a GPU each weight's update is a
+separate kernel launch, and so is its part of the gradient norm. Both kernels read the step's scalars on the
+device. On other devices the computation is plain torch. A simulated step calls operators, as in
+`launches.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class MasterUpdates:
     """
 
     can_be_recorded: ClassVar = True
-    """True: its scalars are on the device, so that a CUDA graph can contain updates."""
+    """True: its scalars, such as the learning rate, are on the device, so that a CUDA graph can contain
+    updates."""
 
     def __init__(self, optimizer: MasterAdamW) -> None:
         self._optimizer: Any = optimizer
@@ -61,7 +64,7 @@ class MasterUpdates:
             device = by_kernel[0].device
             self._numbers = DeviceCopy((len(self._weights), NUMBERS), torch.float32, device)
             self._rows = self._numbers.value.unbind()
-            # All launches of a norm add to the same sums, so they are set to zero before.
+            # All kernel launches for a norm add to the same sums, which are set to zero before each norm.
             self._sums = torch.empty(NORM_PROGRAMS, dtype=torch.float32, device=device)
             self._root = torch.empty((), dtype=torch.float32, device=device)
         self._by_kernel = bool(by_kernel)
@@ -83,7 +86,7 @@ class MasterUpdates:
 
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the squares of this gradient to the sum for the gradient norm."""
-        # A kernel reads weight and gradient in one order of elements.
+        # A kernel reads weight and gradient in the same order of elements.
         gradient = laid_out_as(weight, gradient)
         if not is_on_gpu(weight):
             self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
@@ -99,7 +102,7 @@ class MasterUpdates:
         if self._by_kernel:
             take_root(self._sums, self._root)
             return self._root
-        # Sorted, so that the sum does not depend on the order in which gradients come.
+        # The norms are sorted, so that their sum does not depend on the order in which gradients appear.
         norms = [norm for _, norm in sorted(self._norms.items())]
         self._norms.clear()
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -112,7 +115,7 @@ class MasterUpdates:
         clipped to `most`.
         """
         optimizer = self._optimizer
-        # Schedules warn if the optimizer's `step` was never called.
+        # Learning rate schedules warn if the optimizer's `step` was never called.
         optimizer._opt_called = True
         self._norm, self._most = norm, most
         if self._by_kernel:
@@ -120,7 +123,7 @@ class MasterUpdates:
                 (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
             ]
             rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
-            # One write for all weights, before any gradient exists.
+            # The scalars of all weights are written once per step, before any gradient exists.
             self._numbers.write([rows[one] for one in steps])
             return
         self._is_refused = is_refused(norm)
@@ -142,7 +145,8 @@ class MasterUpdates:
         increments its own.
         """
         for weight in weights:
-            # A recorded update runs again without its Python code, so the count is separate.
+            # A replayed CUDA graph repeats the update without its Python code, so steps are counted
+            # separately.
             if weight.numel() and is_on_gpu(weight):
                 self._optimizer.state[weight][STEP] += 1
 
@@ -173,11 +177,11 @@ class MasterUpdates:
             return
         with triton_named():
             from snugfit.features.engine.masters.kernel import launch_update_of_one
-        # An address of 0 means no residual.
+        # The address 0 means a weight without a residual.
         places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
         launch_update_of_one(
             places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
             halves=lower_bits(residual), group=table.group, settings=table.usual_settings,
         )  # fmt: skip
-        # The kernel writes around autograd, which must notice changed weights.
+        # The kernel changes the weight without autograd's knowledge, so its version is increased here.
         torch.autograd.graph.increment_version([weight])

@@ -1,8 +1,8 @@
 """Tables of memory addresses, in which the kernels look up each weight and all tensors of its update.
 
-The table is written once, and again when an address has changed. Gradients that keep their addresses from
-step to step, by the allocator or in a CUDA graph, need no new one. A weight without a gradient stays in it,
-with the address 0, so that all steps have the same launch.
+A table is written once, and again after an address has changed. Gradients usually keep their addresses from
+step to step, because of the allocator or a CUDA graph. A weight without a gradient stays in the table, with
+the address 0, so that all steps launch the same kernels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from snugfit.features.engine.masters.halves import RESIDUAL, lower_bits
 from snugfit.step.wishes.own_adamw import flat, laid_out_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of AdamW's states."""
+"""Keys of the first and second moment in AdamW's state."""
 
 ALIGNMENT = 16
-"""Bytes of which addresses are multiples, as torch's allocator aligns them. A tensor that begins within
-another may have another address, and is read more slowly.
+"""Multiple of which tensors' memory addresses are, in bytes, as torch's allocator aligns them. A view into
+another tensor may have another address, and is read more slowly.
 """
 
 
@@ -38,19 +38,19 @@ class WeightTable:
 
     record = 7
     group = 0
-    """Elements of which moments share a scale; 0 where moments have 32 bits."""
+    """Number of elements of 8-bit moments that share a scale; 0 for 32-bit moments."""
     usual_settings: ClassVar[LaunchSettings] = SETTINGS
-    """Default settings of the table's launches."""
+    """Default launch settings of the kernels that use the table."""
 
     def __init__(self, weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
         self.settings = self.usual_settings
         self.weights, self.states = list(weights), list(states)
         self.lower_bits = _lower_bits_of_all(states)
         for weight in weights:
-            flat(weight)  # or it is refused
+            flat(weight)  # raises for unsupported layouts
         device, block = weights[0].device, self.settings.block
         counts = torch.tensor([weight.numel() for weight in weights], dtype=torch.int64, device="cpu")
-        # Each weight begins at a block of its own, so a block has one weight.
+        # Each weight starts a new block, so that a block belongs to a single weight.
         blocks = (counts + block - 1) // block
         numbers = torch.arange(len(weights), dtype=torch.int32, device="cpu")
         self.owners = numbers.repeat_interleave(blocks).to(device)
@@ -93,19 +93,19 @@ class WeightTable:
         addresses = [weight.data_ptr() for weight in self.weights]
         try:
             addresses += map(_address, given)
-        # A sparse gradient has no address; `laid_out_as` reports it below.
+        # A sparse gradient has no memory address; `laid_out_as` raises the error for it below.
         except RuntimeError:
             addresses = []
-        # Gradients mostly keep their addresses, and then nothing is written.
+        # Gradients usually keep their addresses, so that nothing is written.
         if addresses and addresses == self._found:
             return
         read = [
             None if gradient is None else laid_out_as(weight, gradient)
             for weight, gradient in zip(self.weights, given, strict=True)
         ]
-        # A copy must live until the kernel has read it.
+        # The copy of a gradient must exist until the kernel has read it.
         self._copies = [copy for copy, slope in zip(read, given, strict=True) if copy is not slope]
-        # Copies are made again in each step, at other addresses.
+        # Copies have new addresses in each step, so the addresses are not compared.
         self._found = None if self._copies else addresses
         records = [
             [start, count, weight, *of_state[:3], slope, *of_state[3:]]
@@ -113,7 +113,7 @@ class WeightTable:
                 self._starts, self._counts, addresses, self._kept, map(_address, read), strict=False
             )
         ]
-        # Addresses of 0 count as aligned.
+        # An address of 0 (a missing tensor) counts as aligned.
         self.is_aligned = not any(address % ALIGNMENT for record in records for address in record[2:])
         self._places.write(records)
 
@@ -133,7 +133,7 @@ class WeightTable:
         """Assign each weight the row of scalars (learning rate, bias corrections) that its update reads, and
         copy it to the device.
         """
-        # Rows change only when a weight gets its first gradient or skips a step.
+        # A weight's row of scalars changes only if it gets its first gradient or skips a step.
         if rows != self._rows:
             self._rows = list(rows)
             self._which.write(rows)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 FILLED_UP = "attention_mask"
-"""Name of the attention mask in a batch. Only a batch with a mask can be padded without a change of the
-result."""
+"""Name of the attention mask in a batch. Only a batch with a mask can be padded without changing the result.
+"""
 
 
 def layout_of(batch: Mapping[str, Any]) -> Hashable:
@@ -32,7 +32,7 @@ def layout_of(batch: Mapping[str, Any]) -> Hashable:
 
     def note(name: str, value: Any) -> None:
         is_tensor = isinstance(value, torch.Tensor)
-        # Other values are compared by their text, since they may not hash.
+        # Values other than tensors are compared as text, because some cannot be hashed.
         leaves.append((name, tuple(value.shape), value.dtype) if is_tensor else (name, repr(value)))
 
     map_leaves(batch, note)
@@ -66,12 +66,12 @@ def fill_up(
     graphs are recorded for few lengths. S exceeds `most` only if the longest batch does. Added tokens are
     outside of the attention and have no counted labels. Micro-batches without a mask are not changed.
     """
-    # Only a batch with a mask can be made longer and mean the same.
+    # Padding leaves the result unchanged only if the batch has a mask.
     if not all(FILLED_UP in piece and "input_ids" in piece for piece in pieces):
         return [dict(piece) for piece in pieces]
     longest = max(piece["input_ids"].shape[1] for piece in pieces)
     length = -(-longest // multiple) * multiple
-    # The model has no positions beyond `most`, but a longer batch is not cut.
+    # A batch is not padded beyond the model's positions, and a longer one is not cut.
     if most is not None:
         length = max(longest, min(length, most))
     return [_lengthen(piece, length) for piece in pieces]
@@ -85,7 +85,7 @@ def _lengthen(piece: Mapping[str, Any], length: int) -> dict[str, Any]:
         return dict(piece)
     return {
         name: torch.nn.functional.pad(value, (0, length - before), value=FILL.get(name, 0))
-        # Only tensors (B, S) of this length belong to tokens.
+        # Only tensors (B, S) with this sequence length have one value per token.
         if torch.is_tensor(value) and value.dim() == 2 and value.shape[1] == before
         else value
         for name, value in piece.items()
@@ -104,7 +104,7 @@ def masks_by_shape(*, packed: bool) -> Iterator[None]:
     not take. It would also read the values of a padding mask. Unless the batch is `packed`, the model's own
     positions begin once in a row; transformers would read these too.
     """
-    if _MASKS not in sys.modules:  # no model of transformers'
+    if _MASKS not in sys.modules:  # no transformers model was loaded
         yield
         return
     masks = sys.modules[_MASKS]

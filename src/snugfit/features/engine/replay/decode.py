@@ -1,10 +1,12 @@
 """Decode steps of transformers' `generate` as a CUDA graph: one launch of the host in place of thousands.
 
-With a static cache, the forward pass of one token has the same sizes in each decode step. The first such pass
-runs without a graph, in the graph's memory. The second is recorded, and all later ones are replayed, also in
-later calls. The choice of the token and the mask of the cache stay outside of the graph.
+With a static cache of keys and values, the forward pass for one token has the same shapes in each decode
+step. The first such pass runs without a graph, in the graph's memory. The second is recorded, and all later
+ones are replayed, also in later calls. The choice of the token and the cache's mask are not part of the
+graph.
 
-A graph reads fixed addresses. So one cache serves all calls, and inputs are copied to the graph's own.
+A graph reads fixed memory addresses. All calls therefore use the same cache, and inputs are copied to the
+graph's input memory.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 CACHE = "past_key_values"
-"""Name of the cache among the inputs of a model."""
+"""Name of the model's argument for the cache of keys and values."""
 
 LENGTH_ON_HOST = "cumulative_length_int"
-"""Attribute of a cache's layer with a sliding window: its tokens, as a number that Python counts."""
+"""Attribute of a sliding window's cache layer: its number of tokens, as a Python int."""
 
 
 @dataclass(eq=False)
@@ -36,11 +38,11 @@ class DecodeGraph:
     """The recorded forward pass of one token, with the tensors that it reads and writes."""
 
     inputs: dict[str, Any]
-    """Inputs of the model except for the cache, on the device."""
+    """Inputs of the model on the device, except for the cache of keys and values."""
     outputs: Any = None
     """Outputs of the model, with logits (B, 1, vocabulary)."""
     recorded: Any = None
-    """Outputs with the addresses of the recording, which stay allocated."""
+    """Outputs at the memory addresses of the CUDA graph, which stay allocated."""
     play: Callable[[], None] | None = None
 
 
@@ -51,17 +53,17 @@ class RecordedDecoding:
     model: Any
     graphs: Graphs
     forward: Callable[..., Any]
-    """Forward pass of the model, without graphs."""
+    """Forward pass of the model that launches each kernel, without CUDA graphs."""
     make_cache: Callable[..., Any]
     """transformers' constructor of a static cache."""
     tell: Callable[[str], None]
-    """Function that is called once with the reason if a decode step cannot be recorded."""
+    """Callback that receives the reason if a decode step cannot be recorded. It is called at most once."""
     why_not: str = ""
-    """Reason for which decode steps run without graphs; empty if they are recorded."""
+    """Reason why decode steps run without CUDA graphs; empty if they are recorded."""
     cache: Any = None
     _made_with: Hashable = None
     _has_prompt: bool = False
-    """True after the prefill of the current call."""
+    """True once the current call of `generate` has computed the prompt (prefill)."""
     _met: set[Hashable] = field(default_factory=set)
     _recordings: dict[Hashable, DecodeGraph] = field(default_factory=dict)
 
@@ -90,7 +92,7 @@ class RecordedDecoding:
         graph = self._recordings.get(key)
         if graph is None or graph.play is None:
             self._met.add(key)
-            # Kernels are loaded here, in the memory that the recording uses later.
+            # The run before the recording loads kernels, in the memory that the recording uses later.
             with self.graphs.own_memory():
                 return self.forward(**inputs)
         _copy(graph.inputs, given)
@@ -137,7 +139,7 @@ def record_decoding(model: Any, graphs: Graphs, tell: Callable[[str], None]) -> 
     """Let a model of transformers replay decode steps of `generate` from now on."""
     forward = model.forward
     recorded = RecordedDecoding(model, graphs, forward, model._prepare_static_cache, tell)
-    # `generate` reads the names of the arguments.
+    # `generate` reads the names of the forward method's arguments, which `wraps` preserves.
     model.forward = functools.wraps(forward)(functools.partial(recorded.run))
     model._prepare_static_cache = recorded.prepare_cache
 
@@ -167,7 +169,7 @@ def _lack_of_fixed_sizes(job: Job) -> str:
     if not all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in layers):
         return "the model's cache has states, and such a decode step was not tried with it"
     window = min(layer.max_cache_len for layer in layers)
-    # Python then selects other operators.
+    # In a full sliding window, Python code selects other operators than those recorded.
     return f"its {positions:,} tokens fill a sliding window of {window:,}" if window < positions else ""
 
 
@@ -175,7 +177,7 @@ def _empty(cache: Any) -> None:
     """Remove all tokens from a static cache, whose tensors keep their addresses."""
     for layer in cache.layers:
         layer.reset()
-        # A prefill treats a cache with tensors otherwise, so the layer counts as new.
+        # A prefill treats a cache layer with tensors differently, so the layer is marked as new.
         layer.lazy_initialization = MethodType(_keep_tensors, layer)
         layer.is_initialized = False
 

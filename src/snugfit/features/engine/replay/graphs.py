@@ -1,12 +1,12 @@
 """Recording of GPU work as CUDA graphs that share one memory pool, each replayed with one launch.
 
-A graph's results have fixed addresses, so each graph needs its results to stay in memory. One memory pool
-belongs to all graphs of a step. Memory that recorded work has freed is reused by all later recordings. That
-is safe because graphs are replayed one after the other, and each computes its own inputs. Only tensors with a
-live reference keep their memory.
+The results of a graph have fixed addresses, so their memory must stay allocated. All graphs of a step share
+one memory pool. Later recordings reuse the memory that earlier ones have freed. This is safe, because graphs
+are replayed one after the other, and each computes its own inputs. Only tensors with a live reference keep
+their memory.
 
-The same pool serves passes without graphs: the first with each layout of a batch. Their kernels must be
-loaded before they can be recorded. Otherwise the device would have to hold both.
+The first step with each batch layout runs without graphs, so that its kernels are loaded before the
+recording. It uses the same memory pool. Otherwise the device would need this memory twice.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Graphs(ABC):
 
 
 REHEARSED: ContextVar[Callable[[], Graphs] | None] = ContextVar("REHEARSED", default=None)
-"""Function that creates the graphs of a simulation; None outside of one."""
+"""Function that creates simulated CUDA graphs; None outside of a simulation."""
 
 
 @final
@@ -67,7 +67,7 @@ class CudaGraphs(Graphs):
         import torch
 
         with torch.cuda.device(device):
-            # Graphs are replayed one after the other, so all may reuse the same memory.
+            # Graphs are replayed one after the other, so they can share one memory pool.
             self._pool = torch.cuda.MemPool()
             self._number = torch.cuda.current_device()
 
@@ -76,7 +76,8 @@ class CudaGraphs(Graphs):
         """Context in which allocations of the stream go to the graphs' memory pool."""
         import torch
 
-        # `torch.cuda.use_mem_pool` routes by thread, and autograd's backward pass runs in its own thread.
+        # `torch.cuda.use_mem_pool` affects only the current thread, but autograd runs the backward pass in
+        # another one.
         torch._C._cuda_beginAllocateCurrentStreamToPool(self._number, self._pool.id)
         try:
             yield
@@ -100,7 +101,7 @@ class CudaGraphs(Graphs):
             ):
                 try:
                     work()
-                # The end of the recording would hide this error behind its own.
+                # Without this, the end of the recording would raise another error and hide this one.
                 except Exception as error:
                     fault = error
                     raise
@@ -109,7 +110,7 @@ class CudaGraphs(Graphs):
             if memory_cause(why):
                 raise why from None
             raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
-        # A graph that draws advances the generator at its replay.
+        # Replaying a graph that draws random numbers advances the generator.
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class CudaGraphs(Graphs):
             if isinstance(value, Mapping):
                 self.refill(batch[name], value, device)
             elif isinstance(value, torch.Tensor):
-                # The graph reads the batch's fixed addresses.
+                # Data is copied into the batch that the graph reads, because a graph reads fixed addresses.
                 batch[name].copy_(value, non_blocking=True)
         return batch
 

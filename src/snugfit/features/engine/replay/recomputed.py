@@ -1,10 +1,11 @@
 """Recomputation of layers within a recorded backward pass.
 
-torch's checkpoints keep the states of the random number generators before a layer, and set them again before
-it is recomputed. While work is recorded, the state of a GPU's generator cannot be read, and a graph cannot
-reset it. A layer without random numbers needs neither. The same holds for dropout with a saved seed
-(`techniques/seeded_dropout.py`), and for attention with kept results (`step/selective.py`). So a recorded
-pass does not touch the GPU's generator. A recomputation that draws from it cannot be recorded.
+`torch.utils.checkpoint` saves the states of the random generators before a layer, and restores them before it
+recomputes the layer. During a recording, the state of a GPU's generator cannot be read, and a CUDA graph
+cannot reset it. A layer without random numbers needs neither. The same holds for dropout with its own seed
+(`techniques/seeded_dropout.py`), and for attention whose results are kept (`step/selective.py`). During a
+recording, the GPU's generator is therefore left unchanged. A recomputation that draws from it cannot be
+recorded.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from snugfit.features.engine.replay.graphs import NotRecorded
 
 ATTENTION = {"scaled_dot_product_attention": 4, "_flash_attention_forward": 7}
-"""torch's attention functions, for one length and for several (`padding_free`), each with the position of its
-dropout argument."""
+"""torch's attention functions, each with the position of its dropout argument. The second one is for
+sequences of several lengths (`padding_free`)."""
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ class DrawsNothing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function, or raise `NotRecorded` if it draws random numbers."""
-        # Kept attention does not run again, so it draws nothing.
+        # The result of attention that is kept is not recomputed, so it draws no random numbers.
         if draws(func, args, kwargs or {}) and func.__name__ not in self._kept:
             raise NotRecorded(f"{func.__name__} draws random numbers in a layer that is recomputed")
         return func(*args, **kwargs or {})
@@ -75,10 +76,10 @@ def draws(function: Any, arguments: Any, keywords: Any) -> bool:
         return bool(keywords.get("dropout_p", arguments[at] if len(arguments) > at else 0.0))
     if "dropout" in name:
         share = keywords.get("p", arguments[1] if len(arguments) > 1 else 0.5)
-        # torch's functions name this argument in two ways.
+        # torch's functions use two names for this argument.
         trains = keywords.get("training", keywords.get("train", arguments[2] if len(arguments) > 2 else True))
         return bool(share) and bool(trains)
-    # Operators that draw are tagged; dropout and attention draw only for some arguments.
+    # torch tags operators that draw random numbers. Dropout and attention draw only for some arguments.
     return torch.Tag.nondeterministic_seeded in _tags(name)
 
 

@@ -5,16 +5,16 @@
 - `norm`: the gradients' norm, where the job clips
 - `update`: clipping, and the optimizer
 
-There are four graphs and not one because the host checks in between. It reads the loss while the device runs
-the backward pass, and skips a step that must not be made (`training/run/loop.py`).
+There are four graphs instead of one, because the host checks results between them. It reads the loss while
+the device runs the backward pass, and rejects a wrong step before the update (`training/run/loop.py`).
 
-If gradients do not stay (`updates/passes.py`), only passes are recorded, and the norm or the update is a
-part of them.
+If gradients are freed within the backward pass (`updates/passes.py`), the graphs of the passes contain the
+norm or the update.
 
 **The update.** An optimizer's update that a CUDA graph can record, because its scalars are on the device.
 
-torch's optimizers take a tensor in the place of a learning rate. They count their steps on the device if
-their groups are `capturable`. An optimizer of ours has other methods (`masters/adamw.py`).
+torch's optimizers accept a tensor as learning rate. With the option `capturable` they count steps on the
+device. snugfit's own optimizers have methods for this purpose (`masters/adamw.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 
 MOST_LAYOUTS = 24
-"""Largest number of recorded batch layouts (chosen): a graph of a thousand kernels takes some MiB outside of
-the allocator."""
+"""Largest number of batch layouts (sets of tensor shapes) that are recorded (chosen). A graph of a thousand
+kernels takes some MiB outside of the allocator."""
 
 Play = Callable[[], None]
 
@@ -59,29 +59,30 @@ class LayoutGraphs:
     """The CUDA graphs for batches of one layout, with the tensors that they read and write."""
 
     batch: dict[str, Any]
-    """A micro-batch (B, ...) on the device."""
+    """The device micro-batch (B, ...) whose addresses the CUDA graphs read."""
     share: torch.Tensor | None
-    """Factor of the loss, a scalar; None leaves the loss unscaled."""
+    """Factor of the micro-batch's loss, a scalar on the device. None leaves the loss unscaled."""
     loss: torch.Tensor | None = None
-    """Loss of the micro-batch, until its backward pass is recorded."""
+    """Loss of the micro-batch, until its backward pass is recorded; then None."""
     total: torch.Tensor | None = None
-    """Sum of the step's losses so far, a scalar."""
+    """Sum of the losses of the step's micro-batches so far, a scalar."""
     norm: torch.Tensor | None = None
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Weights with their gradients, if the update is not recorded or reads their addresses."""
+    """Weights with their gradients, for an update that is not recorded or reads the gradients' addresses.
+    Otherwise empty."""
     passes: list[tuple[Play, Play]] = field(default_factory=list)
-    """Forward and backward graphs of the first micro-batch, and of any other."""
+    """Functions that replay the forward and backward graph, for the first micro-batch and for all others."""
     plays_norm: Play | None = None
     plays_update: Play | None = None
     heard: Sequence[torch.Tensor] = ()
-    """Weights whose gradients the hooks of a recorded pass take."""
+    """Weights whose gradients are consumed by hooks within the recorded backward pass."""
 
 
 class CapturedStep(StepRunner):
     """Records the optimizer steps of a loop as CUDA graphs, and replays them."""
 
     def __init__(self, loop: PlainStep, graphs: Graphs, multiple: int) -> None:
-        # The loop holds this object: once the loop is dropped, so are the graphs.
+        # The loop refers to this object. A weak reference back lets the graphs be freed with the loop.
         self._loop: PlainStep = weakref.proxy(loop)
         self._graphs, self._multiple = graphs, multiple
         self._met: set[Hashable] = set()
@@ -103,31 +104,33 @@ class CapturedStep(StepRunner):
         their losses; None if losses are not kept. With `hooked`, run a pass whose hooks take the gradients.
         """
         self._played = self.norm = None
-        # A job that reads gradients on the host cannot leave them to graphs.
+        # If the host must read gradients in the step, forward and backward cannot be replayed graphs.
         if self._loop.reads_gradients():
             return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
         pieces = fill_up(pieces, self._multiple, self._most)
         layouts = {layout_of(piece) for piece in pieces}
         key = (*layouts, len(pieces) > 1, hooked and hooked.name)
-        # Equal layouts and no skipped micro-batch: one pair of graphs then serves all.
+        # With equal layouts and no micro-batch of weight 0, one pair of graphs serves all micro-batches.
         alike = len(layouts) == 1 and 0 not in weights
-        # Moved tensors make every recording read old addresses.
+        # If tensors have moved, every recorded graph reads old addresses.
         if self._update is not None and self._update.has_moved():
             self.forget()
-        # A layout is recorded at its second occurrence: the first run loads kernels and makes workspaces.
+        # A layout is recorded when it occurs for the second time. The first run loads kernels and allocates
+        # workspaces.
         if alike and key not in self._recordings and key in self._met and self._has_room():
             self._record(key, built, pieces[0], weights, hooked)
         if hooked is not None:
             hooked.weights.clear()
         if not alike or key not in self._recordings:
             self._met.add(key)
-            # The first run of a layout uses the graphs' memory too, or the device would have to hold both.
+            # The first run of a layout also uses the graphs' memory pool; otherwise its memory would be
+            # needed twice.
             with self._graphs.own_memory(), masks_by_shape(packed=is_packed(pieces)):
                 return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
         recording = self._recordings[key]
         total = self._play(recording, built, pieces, weights, is_again=_is_again(hooked))
         if hooked is not None and not hooked.weights:
-            # A replay runs no hooks, so the recorded ones report the weights.
+            # Replays run no hooks, so the weights come from the hooks during the recording.
             hooked.weights = dict.fromkeys(recording.heard)
         return total
 
@@ -152,9 +155,9 @@ class CapturedStep(StepRunner):
             observer.phase("load")
             recording.batch = self._graphs.refill(recording.batch, piece, self._loop.device)
             if recording.share is not None and share is not None:
-                # The factor is on the device, since a recorded number would never change.
+                # The loss factor is a device tensor, because a recorded Python number would never change.
                 recording.share.fill_(share)
-            # All micro-batches after the first add to its gradients, by the same graph.
+            # All micro-batches after the first use the same graph, which adds to the gradients.
             forward, backward = recording.passes[min(number, len(recording.passes) - 1)]
             observer.phase("forward")
             forward()
@@ -162,7 +165,7 @@ class CapturedStep(StepRunner):
                 self._loop.computed(recording.total)
             observer.phase("backward")
             backward()
-        # Gradients have the graphs' addresses, which an update without a graph reads.
+        # An update without a graph reads gradients at the addresses that the graphs write.
         for weight, gradient in recording.gradients:
             weight.grad = gradient
         if recording.plays_norm is not None and self._update is not None:
@@ -198,12 +201,12 @@ class CapturedStep(StepRunner):
             self.forget()
         else:
             self._recordings[key] = recording
-        # Recorded gradients are undefined before the first replay.
+        # Gradients have undefined values between the recording and the first replay.
         built.optimizer.zero_grad(set_to_none=True)
 
     def _record_passes(self, recording: LayoutGraphs, built: Built, count: int) -> None:
         observer, record = built.observer, self._graphs.record
-        # Later micro-batches need no recording of their own.
+        # All later micro-batches use the graph of the second.
         for number in range(min(count, 2)):
             observer.phase("forward")
             forward = record(partial(self._forward, recording, built, is_first=number == 0))
@@ -226,11 +229,11 @@ class CapturedStep(StepRunner):
         if self._loop.job.clip:
             observer.phase("clip")
             recording.plays_norm = record(lambda: self._take_norm(recording, built))
-        # Numbers on the host cannot be recorded, so such an update runs without a graph.
+        # A CUDA graph cannot read scalars on the host, so an update with such scalars runs without a graph.
         if self._update.can_be_recorded:
             observer.phase("update")
             recording.plays_update = record(lambda: self._clip_and_update(recording, built))
-        # Otherwise the next layout's passes reuse the gradients' bytes.
+        # In all other cases, the next layout's passes reuse the memory of the gradients.
         if not self._update.can_be_recorded or self._update.finds_gradients:
             recording.gradients = [
                 (weight, weight.grad) for weight in built.model.parameters() if weight.grad is not None
@@ -246,7 +249,7 @@ class CapturedStep(StepRunner):
         recording.loss = loss
         if not loop.keep_losses:
             return
-        # The first micro-batch sets the sum, so that no other step's losses are in it.
+        # The first micro-batch overwrites the sum, so that it does not contain losses of earlier steps.
         if is_first or recording.total is None:
             recording.total = loss.detach().float()
         else:
@@ -276,7 +279,7 @@ class CapturedStep(StepRunner):
         """Clip the gradients of the last backward pass, by their norm if it is known, and
         update the weights.
         """
-        if self._loop.reads_gradients():  # of passes without graphs, in a job that does not clip
+        if self._loop.reads_gradients():  # gradients of passes without graphs, and no clipping
             built.observer.phase("update")
             built.optimizer.step()
             return
@@ -312,7 +315,7 @@ def _is_again(hooked: HookedPass | None) -> bool:
 
 
 RECORDABLE = "capturable"
-"""Name of torch's option for recordable updates, in each of an optimizer's groups."""
+"""Key of torch's option for updates that CUDA graphs can contain, in each of an optimizer's groups."""
 
 
 class RecordableUpdate:
@@ -348,8 +351,8 @@ class RecordableUpdate:
             self._optimizer.find_gradients()
 
     def has_moved(self) -> bool:
-        """Return True if the optimizer's tensors have moved since the last call, so that recorded CUDA graphs
-        are invalid.
+        """Return True if the optimizer's tensors have moved in memory since the last call, so that recorded
+        CUDA graphs are invalid.
         """
         before, self._generation = self._generation, getattr(self._optimizer, "generation", 0)
         return before != self._generation
@@ -359,7 +362,7 @@ class RecordableUpdate:
         """Return True if a CUDA graph can contain this optimizer's update: its states exist, and nothing is
         computed on the host.
         """
-        # Without states, the update would allocate them inside of the graph.
+        # Without existing optimizer states, the update would allocate them within the graph's memory.
         return (self._is_ours or self._is_torchs) and bool(self._optimizer.state)
 
     def prepare(self) -> None:
@@ -367,7 +370,7 @@ class RecordableUpdate:
         if self._is_ours:
             self._optimizer.prepare()
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=False):
-            # A recorded number would never change, so the graph reads a tensor.
+            # A recorded Python number would never change, so the learning rate is a tensor.
             rate.fill_(float(group["lr"]))
 
     def launch(self) -> None:
@@ -393,21 +396,21 @@ class RecordableUpdate:
         """
         for weight, state in self._optimizer.state.items():
             step = state.get("step")
-            # A checkpoint restores step counts on the host.
+            # A restored checkpoint has step counts on the host.
             if hasattr(step, "device") and step.device != weight.device:
                 state["step"] = step.to(weight.device)
 
     @contextlib.contextmanager
     def _rates_on_device(self) -> Iterator[None]:
         groups = self._optimizer.param_groups
-        # The settings hold around an update only: schedules and checkpoints read numbers.
+        # These options are set only during the update, since schedules and checkpoints expect Python numbers.
         before = [(group["lr"], group[RECORDABLE]) for group in groups if self._is_torchs]
-        # torch warns once about a capturable optimizer outside of a recording.
+        # This attribute suppresses torch's warning about a capturable optimizer outside of a recording.
         self._optimizer._warned_capturable_if_run_uncaptured = True
         for group, rate in zip(groups, self._rates, strict=False):
             # On the host there are no graphs.
             group[RECORDABLE] = not self._is_on_host
-            # On `meta`, torch has no shape function for such a rate (`_fused_adamw_.tensor_lr`).
+            # torch has no shape function for a learning rate tensor on `meta` (`_fused_adamw_.tensor_lr`).
             if rate.is_cuda:
                 group["lr"] = rate
         try:

@@ -21,12 +21,12 @@ class HookedPass:
     """
 
     name: str
-    """Name of this kind of pass."""
+    """Name of the kind of pass, such as `norm`."""
     take: Callable[[torch.Tensor, torch.Tensor], None]
-    """Function that is called with a weight and its complete gradient."""
+    """Function that consumes a gradient: it gets a weight and its complete gradient."""
     again: bool = False
-    """True if it repeats a pass, whose loss was reported already."""
+    """True if the pass repeats an earlier one, whose loss was reported already."""
     weights: dict[torch.Tensor, None] = field(default_factory=dict)
-    """Weights whose gradients were computed, in order."""
+    """Weights whose gradients this pass has computed, in order."""
     is_recorded: bool = False
-    """True while device work is recorded and not run."""
+    """True while the pass is recorded as a CUDA graph, and its kernels do not run."""

@@ -1,19 +1,19 @@
 """Forward and backward passes in which each gradient updates its weight as soon as it exists, and is freed.
 
-torch calls a hook of each weight when its gradient is complete. For a weight that a model uses twice, such as
-tied embeddings, that is after both. Clipping by the norm of all gradients needs that norm first. Then the
-passes run twice: `run_passes` takes the norm, `update` runs them again and updates. Between the two the
-random generators are reset, so that dropout draws the same masks. If no norm is needed `run_passes` updates.
+torch calls a hook of each weight once its gradient is complete. For a weight that is used twice, such as tied
+embeddings, both gradients are then summed. Clipping by the norm of all gradients needs that norm first. Both
+passes then run twice: in `run_passes` for the norm, in `update` for the updates. In between, the random
+generators are reset, so that dropout draws the same masks. If no norm is needed, `run_passes` updates the
+weights.
 
-Each pass may be replayed (`replay/step.py`). The hooks' device work is a part of its backward graph, and
-reads the step's numbers on the device.
+Each pass may be replayed as a CUDA graph (`replay/step.py`). The graph of the backward pass contains the work
+of the hooks, which reads the step's scalars on the device.
 
 **One weight.** Updates of one weight at a time: by torch's optimizers here, by ours in
 `masters/one_weight.py`.
 
-The optimizer is the one of a step over all weights, with all its states, and its own `step` updates the
-weight. For that its groups are temporarily one group with one weight. Its states, and so its checkpoints, are
-the usual ones.
+The usual optimizer and its own `step` update a single weight: its parameter groups are temporarily one group
+with that weight. The optimizer states and checkpoints are therefore the usual ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReleasedPasses(StepRunner):
     updates_within = True
 
     def __init__(self, loop: PlainStep, recorded: StepRunner | None) -> None:
-        # The loop holds this object.
+        # The loop refers to this object, so a weak reference back avoids a cycle.
         self._loop: PlainStep = weakref.proxy(loop)
         self._captured = recorded if isinstance(recorded, CapturedStep) else None
         self._updates: WeightUpdates | None = None
@@ -66,16 +66,16 @@ class ReleasedPasses(StepRunner):
             )
         updates = self._updates or self._attach(built)
         self.norm, self.has_begun, self._repeat = None, False, None
-        # Without clipping, one pass computes and updates.
+        # Without clipping, a single pass computes and applies the gradients.
         if not self._loop.needs_norm():
             updates.begin_update(None, 0.0)
             return self._run_updating(HookedPass("once", self._update), built, pieces, weights)
-        # Dropout must draw the same masks in both passes.
+        # Dropout must draw the same masks in both backward passes.
         draws, buffers = all_rng_states(self._loop.device), _versions(built.model)
         updates.begin_norm()
         norm_pass = HookedPass("norm", updates.take)
         total = self._run(norm_pass, built, pieces, weights)
-        # Statistics in buffers would count the batch twice.
+        # A repeated pass would count the batch twice in buffers such as running statistics.
         _refuse_changed(buffers, _versions(built.model))
         built.observer.phase("clip")
         self.norm = updates.norm()
@@ -97,7 +97,7 @@ class ReleasedPasses(StepRunner):
     def _attach(self, built: Any) -> WeightUpdates:
         self._updates = updates_of(built.optimizer, built.model)
         weights = (weight for group in built.optimizer.param_groups for weight in group["params"])
-        # A weight that is used twice calls its hook once, when both gradients are summed.
+        # If a weight is used twice, its hook runs once, after both gradients are summed.
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._update_on_gradient) for weight in weights
         ]
@@ -116,7 +116,7 @@ class ReleasedPasses(StepRunner):
         try:
             if captured is None or not self._updates.can_be_recorded:
                 return self._loop.run_passes(built, pieces, weights, again=hooked.again)
-            # Recordings read addresses of states.
+            # Recorded graphs read the addresses of optimizer states.
             if self._updates.has_moved():
                 captured.forget()
             return captured.run_passes(built, pieces, weights, hooked)
@@ -127,7 +127,7 @@ class ReleasedPasses(StepRunner):
     def _run_updating(self, hooked: HookedPass, *passes: Any) -> torch.Tensor | None:
         assert self._updates is not None
         total = self._run(hooked, *passes)
-        # From here on weights have changed, so an error must return to a checkpoint.
+        # Weights change from here on, so recovery from an error needs a checkpoint.
         self.has_begun = True
         self._updates.count(hooked.weights)
         return total
@@ -136,7 +136,7 @@ class ReleasedPasses(StepRunner):
         assert self._updates is not None
         restore_all_rng_states(draws, self._loop.device)
         clip = self._loop.job.clip
-        # States are made outside of a recording, which could not allocate them.
+        # Optimizer states are created before the recording, in which they cannot be allocated.
         self._updates.make_states(met)
         self._updates.begin_update(self.norm if clip else None, clip or 0.0)
         self._run_updating(HookedPass("again", self._update, again=True), *passes)
@@ -150,7 +150,7 @@ class ReleasedPasses(StepRunner):
         gradient, hooked = weight.grad, self._pass
         if hooked is None or gradient is None:
             return
-        # Dropped at once, so that no other gradient exists with it.
+        # The gradient is freed here, before the next one exists.
         weight.grad = None
         if weight in hooked.weights:
             raise UsageError(
@@ -167,7 +167,8 @@ class ReleasedPasses(StepRunner):
         if not self._pass.is_recorded:
             self.has_begun = True
         elif not self._updates.has_states(weight):
-            # A recording may not make states, which would be allocated in the graphs' memory.
+            # During a recording, states cannot be created, because they would be allocated in the graphs'
+            # memory.
             raise NotRecorded("a weight has its first gradient in a step that is recorded")
         self._updates.update(weight, gradient)
 
@@ -182,7 +183,7 @@ def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[i
     again.
     """
     for name, (identity, version) in after.items():
-        # A replaced tensor is no write: its old value still exists.
+        # If a tensor was replaced, its old value still exists, so it was not overwritten.
         if before.get(name, (identity, version)) != (identity, version) and before[name][0] == identity:
             raise UsageError(
                 f"The forward pass writes the model's buffer {name}, as batch normalisation does its "
@@ -237,7 +238,7 @@ class TorchUpdates:
     others."""
 
     can_be_recorded: ClassVar = False
-    """False: its learning rates are on the host, so that no CUDA graph can contain updates."""
+    """False: its learning rates are Python numbers on the host, which a CUDA graph cannot read."""
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
@@ -262,7 +263,7 @@ class TorchUpdates:
         """Add this gradient's norm, in 32 bits or more, to the sum (`torch.nn.utils.get_total_norm`)."""
         import torch
 
-        # 16-bit gradients get a norm in 32 bits, as in `torch.nn.utils.get_total_norm`.
+        # The norm of 16-bit gradients is computed in 32 bits, as in `torch.nn.utils.get_total_norm`.
         wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
         (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
 
@@ -270,7 +271,7 @@ class TorchUpdates:
         """Return the norm of all added gradients, in the model's order: a scalar on their device."""
         import torch
 
-        # Sorted, so that the sum does not depend on the order in which gradients come.
+        # The norms are sorted, so that their sum does not depend on the order in which gradients appear.
         norms = [norm for _, norm in sorted(self._norms.items())]
         self._norms.clear()
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -303,14 +304,15 @@ class TorchUpdates:
             with self._only(weight):
                 self._optimizer.step()
         finally:
-            # The gradient is dropped at once, which is the purpose.
+            # Freeing the gradient here is the purpose of this class.
             weight.grad = None
 
     @contextlib.contextmanager
     def _only(self, weight: torch.Tensor) -> Iterator[None]:
         """Context in which the optimizer has a single parameter group with this weight alone."""
         groups = self._optimizer.param_groups
-        # The group's settings stay, and its other weights are untouched.
+        # The optimizer sees a group of one weight with the group's settings, so all other weights are
+        # unchanged.
         self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
         try:
             yield
