@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
 
 ENTRY = ("-m", "snugfit")
-"""Arguments with which Python starts snugfit in each process."""
+"""Command-line arguments of Python that start snugfit in each process."""
 
 AGAIN = "snugfit: memory ran out in one process; all start again, under a recipe that needs less"
 

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from snugfit.step.step import Step
 
 LEAVING = "snugfit-leaving"
-"""Key of the store that counts the ranks which are done."""
+"""Key of the processes' shared store that counts the ranks which have finished."""
 
 LONGEST = timedelta(days=1)
-"""Longest wait of a rank for another. The parent ends all ranks long before, when one dies or at its
-deadline."""
+"""Longest time that a rank waits for another one. The parent ends all ranks long before, when one dies or at
+its deadline.
+"""
 
 
 class RankGroup:
@@ -96,14 +97,15 @@ def _backend(request: Mapping[str, Any], device: torch.device) -> str:
 # ---- the exchange ----------------------------------------------------------------------------------------
 
 WARM_STEPS, PROFILED_STEPS = 1, 2
-"""Numbers of steps after the timed ones: those that only start the profiler, and those that count."""
+"""Numbers of steps after the timed ones: steps that only start the profiler, and profiled steps."""
 
 EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
 
 
 MARKS = ("nccl:", "ProfilerStep")
-"""Prefixes of torch's own marks, which surround kernels. NCCL's kernels have names such as
-`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
+"""Name prefixes of profiler annotations, which surround kernels. NCCL's kernels have names such as
+`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`.
+"""
 
 
 class KernelSpan(NamedTuple):

@@ -19,10 +19,10 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Slot, Technique
 
 REPLICATE = "replicate"
-"""Word of a mesh for copies of weights that are sharded over GPUs."""
+"""Name in `--mesh` for the number of copies of weights that are sharded over GPUs."""
 
 COUNT = "n"
-"""Name of the setting for the number of GPUs along a technique's axis."""
+"""Name of a technique's setting for its number of GPUs."""
 
 EXAMPLE = "Write for example 'fsdp=4, tensor=2'."
 

@@ -56,16 +56,16 @@ class MemoryRecord:
     """The record of a run of several processes whose memory ran out."""
 
     run: dict[str, Any]
-    """Its job, the requested recipe, and the number of GPUs."""
+    """Job, requested recipe, and number of GPUs of the run."""
 
     recipes: tuple[str, ...]
-    """Recipes, in order, that ran out of memory since the newest checkpoint was written."""
+    """Recipes that ran out of memory since the newest checkpoint, in order."""
 
     step: int
-    """The number of the failed step, from 1."""
+    """Number of the step that ran out of memory, counted from 1."""
 
     rank: int
-    """Rank of the process without memory."""
+    """Rank of the process that ran out of memory."""
 
     cause: str
     phase: str

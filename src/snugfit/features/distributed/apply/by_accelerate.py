@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""Prefixes of the environment variables by which `accelerate launch` configures its processes."""
+"""Prefixes of the environment variables with which `accelerate launch` configures its processes."""
 
 LIBRARIES = {"accelerate": "accelerate", "trainer": "the Trainer"}
-"""Loops whose processes accelerate sets up, each with the name of its library."""
+"""Loops whose processes are set up by accelerate, with the name of the library in messages."""
 
 TRY = "Leave --loop out, or try ddp or fsdp"
 

@@ -286,7 +286,7 @@ def _release_first_buckets(model: Any) -> None:
 
 
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
-"""Meshes of the ranks that share each sequence, by model and by its wrapper."""
+"""Device meshes of the ranks that share each sequence. Keys are the model and its wrapper."""
 
 
 @contextlib.contextmanager
@@ -379,7 +379,9 @@ ACCELERATE_S_FSDP = (
     "float32 and casts no output. So its bytes and losses are those of --loop accelerate or trainer, "
     "not of the plain loop"
 )
-"""`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15."""
+"""Differences of accelerate's FSDP2 to snugfit's own, as a comment in exported files. Source:
+`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15.
+"""
 
 
 def _imports(wish: ParallelWish) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from snugfit.step.step import Observer
 
 EACH = ("attention_mask", "position_ids")
-"""Names of inputs that all stages get, in addition to the first's token ids and the last's labels."""
+"""Names of model inputs that every stage receives. The first stage also gets token ids, the last one labels.
+"""
 
 
 class StagePasses:
@@ -47,7 +48,7 @@ class StagePasses:
 
         self._wish, self._around = wish, around
         self.model = model
-        """This process's stage of the model."""
+        """The pipeline stage of this process, a part of the model's layers."""
         position = position_of(wish, dist.get_rank())
         self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 HALVES = ("torch.float16", "torch.bfloat16")
 
 NOT_IN_A_RING = ("sliding_window", "position_bias", "softcap", "s_aux")
-"""Names of attention arguments that ring attention does not support."""
+"""Names of attention arguments that ring attention (sequences cut over ranks) does not support."""
 
 SEQUENCE = 2
-"""Dimension of a query (B, H, S, D) that is cut over ranks."""
+"""Sequence dimension of a query (B, H, S, D), which is cut over ranks."""
 
 
 def register() -> None:
@@ -137,7 +137,7 @@ class _Passes:
 
 
 _PASSES: list[_Passes] = []
-"""Counters of the current contexts of `cut_batch`."""
+"""Counters of attention calls, one for each active context of `cut_batch`."""
 
 
 def attend(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Module of torch's class. Its name is compared, because importing it takes time."""
+"""Module of torch's `ZeroRedundancyOptimizer`. Only its name is compared, because the import takes time."""
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:

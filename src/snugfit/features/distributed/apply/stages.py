@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 PARTS = (EMBEDDING, "layers", "norm")
-"""Names of the parts of a decoder that stages divide, in transformers' Llama and most others."""
+"""Names of a decoder's parts that are divided over pipeline stages, as in transformers' Llama and most other
+models.
+"""
 
 _TIED = "shares_its_embedding"
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding_rowwise"
 
 HEADS = 2
-"""Axis of heads of tensors that are normed per head: (B, S, heads, head size)."""
+"""Dimension of the heads in a tensor that is normed head by head: (B, S, heads, head size)."""
 
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.staging import Staging
 
 SHARDS = "shards"
-"""Name of the folder of shards within a checkpoint."""
+"""Name of the folder in a checkpoint that contains shards, the parts of weights and optimizer states."""
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensor names in shards. The weight's name follows, and for an optimizer's state a slash and its
@@ -103,31 +103,31 @@ class ShardedSnapshot:
     """Snapshot of this process's part of a run between two steps, on the host."""
 
     parts: Mapping[str, torch.Tensor]
-    """This process's parts of weights and optimizer states, by their names in the whole."""
+    """This process's parts of weights and optimizer states, by the name of the whole tensor."""
 
     state: ModelState
-    """The model's state that is equal in all processes."""
+    """The part of the model's state that is equal in all processes, such as buffers."""
 
     weights: ModelWeights | None
-    """The whole model, at the end of a run and in the first process."""
+    """All weights of the model, in the first process at the end of a run; None otherwise."""
 
     tree: Any
-    """All other state, with its tensors left out."""
+    """Nested containers of all other state. Its tensors are in `tensors`."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The tensors of `tree`, by their names there."""
+    """The tensors of `tree`, by their names in it."""
 
     step: int
     """The number of finished optimizer steps."""
 
     ranks: Ranks
-    """The processes that write it."""
+    """The processes that write the checkpoint together."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """A front-end's own files: text by the name of its file."""
+    """Further text files of the training loop, as text by file name."""
 
     processing: Any = None
-    """Tokenizer or processor to save with it, or None."""
+    """Tokenizer or processor to save with the checkpoint; None for none."""
 
     _is_told: bool = False
 
@@ -493,9 +493,8 @@ def keep_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 READ_BYTES = 1 << 30
-"""Bytes of states on the host at a time during reading (chosen).
-
-This is large for one read, and small compared to a model that needs an engine.
+"""Bytes of optimizer states that the host holds at a time during reading (chosen). This is large for one
+read, and small compared to a model that needs DeepSpeed's engine.
 """
 
 

@@ -23,10 +23,11 @@ from snugfit.documents import BadDocument, read_limited
 from snugfit.errors import SnugfitError
 
 LIST_OF_PARTS = ".metadata"
-"""torch's name for the file that lists the parts."""
+"""torch's name for the file of a distributed checkpoint that lists its shards."""
 
 LARGEST_LIST = 1 << 29
-"""Largest accepted size of that file in bytes (chosen); 60 weights in two processes take 100 KB."""
+"""Largest accepted size of that list in bytes (chosen). The list of 60 weights in two processes takes 100 KB.
+"""
 
 _DESCRIBES_TENSORS = {
     ("torch", "Size"),
@@ -40,7 +41,7 @@ _DESCRIBES_TENSORS = {
         )
     ),
 }  # fmt: skip
-"""Names of the classes that describe tensors in torch's list, by module. Paths and dtypes are allowed too."""
+"""Class names that torch's list of shards may contain, by module. Paths and dtypes are allowed too."""
 
 
 def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
@@ -197,7 +198,7 @@ _OUT_OF_A_PICKLE = (
     pickle.UnpicklingError, BadDocument, LookupError, TypeError, ValueError, AttributeError, EOFError,
     RecursionError, MemoryError, OverflowError,
 )  # fmt: skip
-"""Errors that may occur while an arbitrary pickle is read."""
+"""Errors that reading an arbitrary pickle file may raise."""
 
 
 class _Unpickler(pickle.Unpickler):

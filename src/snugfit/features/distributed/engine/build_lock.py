@@ -25,25 +25,30 @@ if TYPE_CHECKING:
     from torch.utils.file_baton import FileBaton
 
 QUIET_SECONDS = 3.0
-"""Seconds without a change in the folder after which a build counts as dead (chosen)."""
+"""Seconds without a change in the build folder after which a build by another process counts as dead
+(chosen).
+"""
 
 SECONDS_TO_LINE = 3.0
-"""Seconds of a wait after which a line explains it (chosen)."""
+"""Seconds of a wait for another build after which a printed line explains the wait (chosen)."""
 
 POLL_SECONDS = 0.5
-"""Seconds between two checks of a lock (chosen)."""
+"""Seconds between two checks of the build lock (chosen)."""
 
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",
 })  # fmt: skip
-"""Names of file systems that no other machine writes to."""
+"""Names of file systems that only this machine writes to, so that a lock's process is on it."""
 
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The machine's own namespace of processes (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO). Processes of
-containers are in it too."""
+"""The machine's root process namespace, which also has the processes of containers (Linux,
+include/linux/proc_ns.h: PROC_PID_INIT_INO).
+"""
 
 MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
-"""Field positions in a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+"""Index of the mount point, and the text that ends the optional fields, in a line of /proc/self/mountinfo
+(proc_pid_mountinfo(5)).
+"""
 
 
 class Unseen(Exception):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 ACCELERATOR = "DS_ACCELERATOR"
-"""Name of the environment variable that gives DeepSpeed the type of its device."""
+"""Environment variable with the device type for DeepSpeed, such as `cuda`."""
 
 
 class EngineStep(PlainStep):

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _TOLD = ("lr", "weight_decay", "betas", "eps")
-"""Names of settings that a step copies from this optimizer's groups to the engine's."""
+"""Optimizer settings that each step copies from this optimizer's parameter groups to DeepSpeed's."""
 
 _FLAT = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-"""Names of the engine's attributes with this process's fp32 weights, in the second and the third stage."""
+"""Attributes of DeepSpeed's optimizer with this process's fp32 weights, under ZeRO stage 2 and stage 3."""
 
 _NORMS: tuple[tuple[str, Any], ...] = (
     ("scaled_global_norm", lambda mark: mark),
     ("_get_norm_groups", lambda mark: [mark]),
 )
-"""Methods for the gradients' norm in the second and the third stage, each with its result for a non-finite
-norm.
+"""Methods of DeepSpeed's optimizer that compute the gradient norm, under ZeRO stage 2 and 3. Each has a
+function that wraps the value of a non-finite norm, -1, as its result.
 """
 
 

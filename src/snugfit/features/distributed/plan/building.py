@@ -21,8 +21,9 @@ BUILT_ON_HOST = (
 
 
 MOST = 0.9
-"""Share of a GPU's memory that a whole model may take (chosen). CUDA's context, NCCL and the first sharded
-part need the rest."""
+"""Largest share of one GPU's memory that an unsharded model may take (chosen). CUDA's context, NCCL and the
+first sharded part need the rest.
+"""
 
 
 def built_where_it_fits(job: Job, bound: int) -> Job:

@@ -30,10 +30,13 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique
 from snugfit.techniques.wish import processes_of
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
-"""Slots that are filled once with the fastest technique, for all numbers of GPUs."""
+"""Slots (choices of a recipe, such as the optimizer) whose technique is chosen once, for all numbers of GPUs.
+It is the fastest.
+"""
 
 MOST_AXES = 2
-"""Greatest number of axes of a mesh in addition to the batch's: no three of the existing ones combine."""
+"""Greatest number of mesh axes in addition to the data axis. No three of the existing axes can be combined.
+"""
 
 
 def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[Technique, ...]]:

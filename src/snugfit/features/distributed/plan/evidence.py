@@ -34,22 +34,26 @@ from snugfit.features.distributed.plan.judge import Judged
 from snugfit.features.distributed.plan.shared import Shared
 
 MARGIN = 1.03
-"""Factor on bytes that few layers gave (chosen), so that a recipe that fits by them also fits in full."""
+"""Factor on memory extrapolated from models of few layers (chosen). A recipe that fits with it also fits in
+full.
+"""
 
 CLEARLY = 1.05
-"""Factor on the usable bytes (chosen). A recipe above it would not fit either in a way of sharing that holds
-more."""
+"""Factor on the usable bytes (chosen). A recipe above it is assumed to miss in all layouts that take more
+memory.
+"""
 
 WITH_SUMS = 1.5
-"""Greatest ratio of the bytes of several micro-batches to those of one of their size.
+"""Greatest ratio of a step's memory with several micro-batches to that with one of the same size.
 
-Gradients exist next to all activations. In the update without states, they take at most half of the
-remaining bytes.
+Gradients exist next to all activations. In the update without optimizer states, gradients take at most half
+of the remaining bytes. ""
 """
 
 PACE = 0.97
-"""Share of a sample's seconds in a very large micro-batch that is a lower bound for any micro-batch
-(chosen)."""
+"""Factor on the seconds per sample of a very large micro-batch (chosen). The product is a lower bound for any
+micro-batch size.
+"""
 
 
 class CutStep(NamedTuple):
@@ -57,9 +61,9 @@ class CutStep(NamedTuple):
 
     gpus: int
     samples: int
-    """Samples of a micro-batch on one GPU."""
+    """Samples of one micro-batch on one GPU."""
     pieces: int
-    """Number of micro-batches of a step on one GPU."""
+    """Number of micro-batches of one step on one GPU."""
 
 
 class _SamplePace(NamedTuple):
@@ -69,7 +73,7 @@ class _SamplePace(NamedTuple):
 
     shared: Shared
     samples: int
-    """Samples of the micro-batch for which the bound was found. It holds for smaller ones too."""
+    """Samples of the micro-batch that gave the bound. The bound also holds for smaller ones."""
     seconds: float
 
 
@@ -77,11 +81,11 @@ class _Related(NamedTuple):
     """Simulated parallelism layouts that take less or more memory than a given one."""
 
     leaner: list[Shared]
-    """Ways that take no more memory than this one."""
+    """Parallelism layouts that take no more memory than this one."""
     fuller: list[Shared]
-    """Ways that take no less memory than this one."""
+    """Parallelism layouts that take no less memory than this one."""
     narrower: list[Shared]
-    """Ways in which smaller groups work on the same samples."""
+    """Parallelism layouts in which fewer GPUs work on the same samples."""
 
 
 def bubble(shared: Shared, size: CutStep) -> float:

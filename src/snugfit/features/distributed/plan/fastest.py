@@ -25,11 +25,14 @@ from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
 
 Judging = Callable[[Sequence[tuple[int, Recipe]]], list[Judged]]
-"""The type of a function that evaluates recipes, each with a number of GPUs, on few layers."""
+"""The type of a function that simulates pairs of a number of GPUs and a recipe, on models of few layers. It
+returns their bytes and seconds.
+"""
 
 AT_ONCE = 2
-"""Number of recipes that are evaluated concurrently (chosen): the result of one may make the rest
-unnecessary."""
+"""Number of recipes that are simulated concurrently (chosen). One result may make other simulations
+unnecessary.
+"""
 
 
 class Screened(NamedTuple):
@@ -38,7 +41,7 @@ class Screened(NamedTuple):
     recipe: Recipe
     judged: Judged
     shared: Shared
-    """The way of sharing, without a number of micro-batches."""
+    """The parallelism layout of the recipe, without its number of micro-batches."""
     size: CutStep
 
 
@@ -48,9 +51,9 @@ class Outcome(NamedTuple):
     """
 
     fitting: list[Screened]
-    """Fitting recipes, one for each way that was tried, the fastest first."""
+    """Recipes that fit, the fastest first. Each tried parallelism layout has one."""
     miss: Screened | None
-    """Smallest simulated recipe, if none fits."""
+    """The simulated recipe that needs the least memory, if none fits."""
     does_any_fit: bool = False
     """True if any recipe is known to fit, regardless of its seconds."""
     alone_seconds: float | None = None
@@ -72,7 +75,7 @@ class _WayToShare:
 
 
 _Question = tuple[_WayToShare, int]
-"""The type of a request: a parallelism layout, and the index of its number of micro-batches to simulate."""
+"""The type of a simulation to run: a parallelism layout, and the index of its number of micro-batches."""
 
 
 class FastestOnGpus:

@@ -39,14 +39,18 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 FEWEST = 4
-"""Smallest number of layers of the shallower model (chosen). With fewer, weights are gathered ahead that the
-deep model does not hold at once. The bytes of many layers then come out too small."""
+"""Number of layers of the shallower of two simulated models (chosen). With fewer, FSDP gathers weights ahead
+that a deep model does not hold at once. The bytes of many layers then come out too small.
+"""
 
 FEW_PIECES = 3
-"""Number of micro-batches that represent more: a first, a last, and one between."""
+"""Number of simulated micro-batches that represent any larger number: the first, the last, and one between.
+"""
 
 STEPS = 2
-"""Number of simulated steps: permanent allocations exist at the end of the first."""
+"""Number of simulated steps. Permanent allocations, such as optimizer states, exist from the end of the first
+one.
+"""
 
 
 class Judged(NamedTuple):
@@ -58,11 +62,11 @@ class Judged(NamedTuple):
     why_not: str = ""
     """Reason why the recipe cannot be simulated; empty if it can."""
     doubts: tuple[str, ...] = ()
-    """Sentences on uncertain exchanges between the GPUs."""
+    """Warnings about uncertain figures for the exchanges between GPUs."""
     model_seconds: float = 0.0
     """Total seconds of the kernels of forward and backward passes, without exchanges."""
     exposed_seconds: float = 0.0
-    """Seconds by which exchanges lengthen the step."""
+    """Seconds by which exchanges between GPUs lengthen the step."""
 
 
 class InFull(NamedTuple):
@@ -75,7 +79,7 @@ class InFull(NamedTuple):
     timing: StepSeconds | None
     """Timing of the whole step; None if not all of its micro-batches were simulated."""
     host_share: float = 0.0
-    """Share of the simulated step in which the host works."""
+    """Share of the step's seconds in which the host works."""
 
 
 class Judge:
@@ -189,8 +193,9 @@ class _FewPieces(NamedTuple):
     """
 
     unused_bytes: float
-    """Bytes that the allocator reserves without use, and bytes outside it. The larger of two depths holds for
-    all."""
+    """Bytes that the allocator reserves without use, and bytes outside of the allocator. The larger value of
+    two depths is used for all depths.
+    """
     allocated_bytes: float
     step_seconds: float
     model_seconds: float

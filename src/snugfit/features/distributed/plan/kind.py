@@ -47,9 +47,10 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot
 
 GAIN = 0.75
-"""Share of the seconds with data parallelism alone, below which a mesh is chosen instead (chosen). Five such
-steps on two H100s were not used for any fit. One took 41 % longer than predicted, the rest 3 % less to 14 %
-longer."""
+"""Greatest ratio of a mesh's step time to that of data parallelism alone at which the mesh is preferred
+(chosen). Of five mesh steps on two H100s, used for no fit, one took 41 % longer than predicted, the rest 3 %
+less to 14 % longer.""
+"""
 
 
 def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 ROUNDS = 3
-"""Largest number of full simulations for one answer (chosen)."""
+"""Largest number of full simulations (all layers) for one number of GPUs (chosen)."""
 
 
 def recomputes_layers(one: Screened) -> bool:
@@ -146,18 +146,18 @@ class _LayersLine:
 
     answer: OnGpus
     one: Screened
-    """The answer that recomputes each layer, as found on few layers."""
+    """The recipe that recomputes every layer, with figures from models of few layers."""
     sharing: Technique
     some: Sequence[Technique]
-    """Techniques that recompute the first layer, the first two, and so on up to all but one."""
+    """Checkpointing techniques that recompute the first layer, the first two, and so on up to all but one."""
     none: Judged
     every: Judged
     bound: int
     """Usable bytes of each GPU."""
     _fits: dict[int, int] = field(default_factory=dict)
-    """Bytes of the full simulations that fit, by the number of recomputed layers."""
+    """Predicted bytes of full simulations that fit, by the number of recomputed layers."""
     _misses: dict[int, int] = field(default_factory=dict)
-    """Bytes of the full simulations that do not fit, likewise."""
+    """Predicted bytes of full simulations that do not fit, by the number of recomputed layers."""
 
     @property
     def layers(self) -> int:

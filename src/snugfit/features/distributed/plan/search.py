@@ -55,11 +55,12 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
 FULL = 3
-"""Number of recipes that are simulated in full on the GPUs of the fastest answer (chosen)."""
+"""Number of recipes that are simulated with all layers, on as many GPUs as the fastest answer (chosen)."""
 
 FEW = 4
-"""Largest number of recomputing answers that are all tried with fewer layers (chosen). If there are more,
-only those on the fewest GPUs, the fastest and the cheapest are tried."""
+"""Largest number of recomputing answers for which fewer recomputed layers are tried (chosen). If there are
+more, only those on the fewest GPUs, the fastest and the cheapest are tried.
+"""
 
 
 def plan_several_gpus(
@@ -266,8 +267,7 @@ def _from_both_ends(counts: Sequence[int]) -> list[int]:
 
 
 PATIENCE = 2
-"""Number of successively larger numbers of GPUs that are not cheaper, after which the search ends
-(chosen)."""
+"""The search ends after this many successive larger numbers of GPUs that are not cheaper (chosen)."""
 
 
 def plan_cards(
@@ -418,16 +418,17 @@ def _doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
 
 
 ALIKE = 1.03
-"""Factor on the fewest seconds of a step (chosen), within which predictions do not distinguish recipes."""
+"""Recipes within this factor of the shortest step count as equally fast (chosen), because predictions do not
+distinguish them.
+"""
 
 HOST_MATTERS = 0.75
-"""Share of a step (chosen) below which the host's work is irrelevant. Above it, less work is better.
-
-Such a host does not bound the step, even if it takes a third longer than predicted.
+"""Share of a step's seconds in which the host works, below which this work is ignored (chosen). A host with
+this share does not bound the step, even if it takes a third longer than predicted. ""
 """
 
 HOST_ALIKE = 0.05
-"""Difference between two shares of the host's work that counts as equal, as a share of a step (chosen)."""
+"""Difference of two recipes' host work that counts as equal, as a share of a step's seconds (chosen)."""
 
 
 def best_first(answers: Sequence[OnGpus], limit: float = math.inf) -> list[OnGpus]:

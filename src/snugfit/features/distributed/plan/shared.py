@@ -14,10 +14,10 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
 
 KEPT = "none"
-"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
+"""Value of `ParallelWish.reshard` that keeps all gathered weights after the forward pass."""
 
 AXES = ("tensor", "context", "stages")
-"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
+"""Fields of `ParallelWish` with numbers of GPUs that work on the same samples."""
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,17 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 
 ENOUGH = 1.1
-"""Factor on the seconds of the step that ran out of memory (chosen), within which a recipe is accepted
-without a search for faster ones. Such a search costs as much as some hundred steps gain."""
+"""Factor on the predicted seconds of the recipe that ran out of memory (chosen). A recipe within it is
+accepted without a search for faster ones. Such a search costs as much as some hundred steps gain.""
+"""
 
 MOST_IN_FULL = 3
-"""Greatest number of answers that are simulated with all layers (chosen), if the first ones do not fit."""
+"""Greatest number of recipes that are simulated with all layers until one fits (chosen)."""
 
 MOST_WORKERS = 4
-"""Greatest number of processes that simulate concurrently (chosen), one for each recipe in one call."""
+"""Greatest number of concurrent simulation processes (chosen). Each call simulates one recipe in each
+process.
+"""
 
 
 def smaller_on_several(

@@ -38,18 +38,18 @@ class Interconnect(GpuLink):
     """Links between GPUs, in bytes per second of one GPU in one direction."""
 
     link: float
-    """Bytes per second between two GPUs of a host."""
+    """Link rate between two GPUs of one host, in bytes per second."""
 
     is_pcie: bool = False
-    """True if GPUs of a host are linked by PCIe only."""
+    """True if the GPUs of a host are linked only by PCIe, not by NVLink."""
 
     network: float = field(default_factory=lambda: total("network"))
-    """Bytes per second from one host to another."""
+    """Network rate between two hosts, in bytes per second."""
 
     gpus_per_host: int = GPUS_PER_HOST
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """Calibrated share of the link's rate that large exchanges reach, by NCCL's kernel."""
+    """Calibrated share of the link's rate that large exchanges reach, by the name of NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a collective or transfer kernel while no other kernel runs beside it."""

@@ -174,8 +174,9 @@ class DistributedExchanges(Exchanges):
 
 
 PIPELINE_BOUND_ABOVE = 0.15
-"""Share of the step in which a GPU waits for other stages, above which the step is called bound by it
-(chosen, as for the host)."""
+"""Limit of the share of a step in which a GPU waits for other stages. Above it, the step is bound by the
+pipeline (chosen, as for the host).
+"""
 
 
 class PipelinedRanks:

@@ -56,10 +56,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 4
-"""Least number of layers of the shallower stages (chosen), as in other models of few layers."""
+"""Number of layers of the shallower of two simulated stages (chosen), as in other models of few layers."""
 
 STEPS = 2
-"""Number of simulated steps: permanent allocations exist at the end of the first."""
+"""Number of simulated steps. Permanent allocations, such as optimizer states, exist from the end of the first
+one.
+"""
 
 
 class _StageFigures(NamedTuple):
@@ -68,14 +70,14 @@ class _StageFigures(NamedTuple):
     """
 
     unused_bytes: float
-    """Bytes that the allocator reserves without use, plus bytes outside the allocator."""
+    """Bytes that the allocator reserves without use, plus bytes outside of the allocator."""
     allocated_bytes: float
     after: float
-    """Seconds of the work after the last pass: clipping and the update."""
+    """Seconds of clipping and the update, after the last pass."""
     model_seconds: float
     """Total seconds of the kernels of forward and backward passes, without exchanges."""
     passes: tuple[float, ...]
-    """Seconds of the passes of all micro-batches, by kind and stage in order."""
+    """Seconds of each kind of pass in each stage, for all micro-batches, in a fixed order."""
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -101,7 +103,7 @@ class StagesStep(NamedTuple):
 
 
 _Place = tuple[bool, bool]
-"""The type of a stage's position: if it is the first, and if it is the last."""
+"""The type of a stage's position: True for the first stage, and True for the last."""
 
 _OfStages = dict[_Place, _StageFigures]
 

@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
-"""torch's names of the schedules with one stage on each GPU."""
+"""torch's names of the pipeline schedules with one stage on each GPU."""
 
 FURTHER = 1
-"""Number of micro-batches in the smallest simulation, beyond one for each stage.
-
-With as many as stages the first stage keeps its maximum at once. With one more it frees one before the
-next (1F1B).
+"""Micro-batches of the smallest simulation in addition to one for each stage. With one for each stage, the
+first stage holds all of them at once. With one more, it frees one before the next (1F1B). ""
 """
 
 IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
-"""Schedules in which, after the first ones, each micro-batch repeats the pattern of the one before."""
+"""Schedules in which, after the first micro-batches, each one repeats the pattern of the one before."""
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients", "weights' gradients"
 
 KINDS = {
     "FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS,
 }  # fmt: skip
-"""torch's names of the kinds of passes. A backward pass is one, or split into two."""
+"""Kinds of passes (forward or backward) by torch's names in schedules. A backward pass is one entry, or split
+into gradients of inputs and of weights.
+"""
 
 _PASSES = frozenset({FORWARD, BACKWARD})
 
@@ -68,7 +68,7 @@ class Pass(NamedTuple):
     """Kind of the pass, one of `KINDS`."""
 
     stage: int
-    """Number of the stage among all stages."""
+    """Index of the stage among all stages of the model."""
 
     micro_batch: int
 
@@ -109,13 +109,17 @@ class StageWork:
     """Seconds that one GPU of a pipeline computes in a step, without its waits for other stages."""
 
     passes: Mapping[tuple[str, int], float]
-    """Seconds of a micro-batch's pass, by its kind and its stage on this GPU, counted from 0."""
+    """Seconds of one micro-batch in a pass. Keys are the kind of pass and the index of the stage on this GPU,
+    from 0.
+    """
 
     before: float = 0.0
-    """Seconds before the first pass, in which the batch is copied."""
+    """Seconds before the first pass, in which the batch is copied to the GPU."""
 
     after: float = 0.0
-    """Seconds after the last pass: sums of weights that two stages share, clipping, the update."""
+    """Seconds after the last pass, for clipping, the update, and the gradient sum of weights that two stages
+    share.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +127,10 @@ class PipelinedStep:
     """Predicted seconds of a step of all stages together."""
 
     step_seconds: float
-    """Seconds between the ends of two steady steps."""
+    """Seconds of the steady step (equal to all later ones), from end to end."""
 
     idle: Sequence[float]
-    """Seconds of the step in which each GPU of one copy of the model waits for others."""
+    """Seconds of a step in which each GPU waits for other stages, for the GPUs of one copy of the model."""
 
     exposed_seconds: float
     """Seconds by which transfers between stages lengthen the step."""

@@ -36,13 +36,13 @@ class SimulatedStreams:
         self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
         self._slowed = total("slowdown", "kernel"), total("slowdown", "exchange")
         self.now = self.host_at = 0.0
-        """The simulated moment in seconds, and the moment of the host's next launch."""
+        """Simulated time in seconds, and the time of the host's next launch."""
         end = before = 0.0
         for _ in range(SIMULATED_STEPS):
             self._began, before = self.host_at, end
             end = self._run_step()
         self.seconds = end - before
-        """Seconds between the ends of two steady steps."""
+        """Seconds of the steady step (equal to all later ones), from end to end."""
 
     @property
     def moments(self) -> list[tuple[float, float, float]]:

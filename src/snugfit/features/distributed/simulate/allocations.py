@@ -20,11 +20,11 @@ class RankAllocations(Allocations):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.moment_of: Callable[[int], Iterable[int]] = lambda stream: ()
-        """Function from a stream to the indices of its unfinished kernels, as far as they are recorded."""
+        """Function that returns a stream's recorded kernels that are not finished, as indices."""
         self.awaited: dict[int, tuple[int, ...]] = {}
-        """Unfinished kernels of other streams at the free of a block, by the block's index."""
+        """Kernels of other streams that still use a block when it is freed, by the block's index."""
         self.is_over = False
-        """True after the run, so that later frees are not recorded."""
+        """True after the simulated run, so that later frees are not recorded."""
         self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
 
     def _add_free(self, index: int) -> None:

@@ -30,15 +30,15 @@ KERNELS = {
     "send": SEND,
     "recv": RECEIVE,
 }
-"""NCCL's kernels by a part of the operator's name."""
+"""Names of NCCL's kernels. The keys are parts of torch's operator names."""
 
 WAITS = frozenset(sync_ops)
-"""Operators that wait for communication and exchange nothing."""
+"""Operators that wait for a collective and start no communication."""
 
 ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Functional all-to-all operators.
 
-Their arguments are the tensor, the sizes of received and of sent parts, and the group.
+Arguments are the tensor, the sizes of received and of sent parts, and the group. ""
 """
 
 

@@ -30,9 +30,9 @@ class ShapesModule:
     ) -> None:
         self._order, self._devices = order, devices
         self.wait = wait
-        """Function to call if the host waits for the device."""
+        """Function that is called when the host waits for the device."""
         self.empty_cache = empty_cache
-        """Function to call if the allocator releases its cached memory."""
+        """Function that is called when the allocator releases its cached memory."""
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
@@ -100,7 +100,7 @@ class ShapesEvent:
     def __init__(self, module: ShapesModule) -> None:
         self._module = module
         self.moment: Moment = frozenset()
-        """The last kernels of the recorded stream at the event."""
+        """Last kernels of the stream in which the event was recorded, at that time."""
 
     def record(self, stream: ShapesStream | None = None) -> None:
         """Record the position of a stream; the default is the current one."""

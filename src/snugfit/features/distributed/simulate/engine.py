@@ -95,7 +95,7 @@ class FileHandle:
 
 
 LOCKED: set[int] = set()
-"""Storages of page-locked memory; all handles of a process share the set."""
+"""Addresses of page-locked host storages, shared by all objects of this process."""
 
 
 class FileOperator:
@@ -159,10 +159,8 @@ HOOKS = {
     ),
     "DeepSpeedZeroOptimizer_Stage3": ("reduce_ready_partitions_and_remove_grads",),
 }
-"""Methods of the third stage that run in Python, by class.
-
-They run before and after each module, forward and backward, to find the weights to fetch and to release. One
-runs at each weight's gradient.
+"""Methods of ZeRO stage 3 that run in Python, by class. They run before and after each module, to find the
+weights to fetch and to release. One runs at each weight's gradient. ""
 """
 
 

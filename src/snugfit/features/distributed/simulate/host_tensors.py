@@ -26,7 +26,7 @@ from snugfit.step.host_link import MetaLink
 aten = torch.ops.aten
 
 NOT_HANDED_OUT = 0x4000
-"""Flag `MAP_NORESERVE` of Linux, which the module `mmap` does not have."""
+"""Linux's flag `MAP_NORESERVE`, which the module `mmap` lacks. It maps host memory without reserving it."""
 
 FACTORIES = frozenset(
     {
@@ -42,16 +42,18 @@ FACTORIES = frozenset(
         aten.ones_like.default,
     }
 )
-"""Names of operators that create tensors without reading an operand."""
+"""Operators that create tensors without reading an operand."""
 
 QUESTIONS = frozenset({aten.is_pinned.default})
-"""Names of operators that read no data."""
+"""Operators that read no data of their operands."""
 
 OVERWRITING = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
-"""Names of operators that overwrite an operand without reading it."""
+"""Operators that overwrite an operand without reading it."""
 
 LEAST = 1 << 10
-"""Size in bytes from which a host tensor uses untouched pages; a smaller one may contain real numbers."""
+"""Size in bytes from which a host tensor is mapped without physical memory. A smaller one may contain real
+numbers.
+"""
 
 
 class HostTensors(TorchDispatchMode):
@@ -65,9 +67,9 @@ class HostTensors(TorchDispatchMode):
         self._convert = convert
         self._storages: set[int] = set()
         self.nbytes = self.most = 0
-        """Bytes on the host now, and at the peak."""
+        """Bytes of tensors in host memory, now and at the peak."""
         self.pinned = 0
-        """Page-locked bytes on the host."""
+        """Bytes of page-locked host memory."""
         self._lent: dict[int, int] = {}  # page-locked bytes by the address of a storage
         self._unused: Counter[int] = Counter()  # free page-locked blocks, by their bytes
 

@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 REDISTRIBUTION = 5
-"""Number of operators on sharded tensors whose host time equals one redistribution. A redistribution runs
-some 400 Python functions (torch 2.13, on a CPU)."""
+"""Host time of one redistribution of a sharded tensor, in units of one operator on such tensors. A
+redistribution runs some 400 Python functions (torch 2.13, on a CPU).
+"""
 
 _resize = torch.UntypedStorage.resize_
 _data_ptr = torch.Tensor.data_ptr
@@ -81,26 +82,25 @@ class RankRecorder(Recorder):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
-        """The current stream, and the waits between kernels of different streams."""
+        """Current stream, and the order in which kernels of different streams wait for each other."""
         self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
-        """The host's memory if it contains the shards."""
+        """Simulated host memory of the shards; None if they are on the GPU."""
         self.keeps_exchanged = isinstance(self.policy, CudaPolicy)
-        """True if tensors of asynchronous collectives are kept alive until the next one begins.
-
-        This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
-        together then have one handle.
+        """True if tensors of asynchronous collectives stay alive until the next collective begins. This is
+        NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin together
+        then have one handle.
         """
         self.experts = 1
         """Number of ranks over which the experts of a layer are sharded.
 
-        Each rank has all rows of tokens, and its products skip those of other ranks' experts. The rest is
-        assumed to be an even part.
+        Each rank has the rows of all tokens, but its matrix products skip those for experts of other ranks.
+        The remaining rows are assumed to be an even part. ""
         """
         self.in_stages = False
-        """True if the rank has pipeline stages, whose passes the trace marks."""
+        """True if the rank runs pipeline stages. The trace then marks the start of each pass."""
         self.averages_over: Any = None
-        """The process group over which DDP averages."""
+        """Process group in which DDP averages gradients."""
         self._passes: list[int] = []  # in the last step: index of the kernel at which each begins
         self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
         self._unawaited: Moment = frozenset()  # collectives without a wait so far

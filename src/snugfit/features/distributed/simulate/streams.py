@@ -12,7 +12,9 @@ from collections.abc import Callable
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 
 Moment = frozenset[int]
-"""Position in a stream: indices of its last kernel, and of those for which its next kernel waits."""
+"""Position in a stream: indices of its last kernel, and of kernels of other streams for which its next one
+waits.
+"""
 
 
 class StreamOrder:

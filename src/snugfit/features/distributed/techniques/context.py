@@ -29,18 +29,19 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Rotary positions with angles that depend on a token's own position alone. Others (`dynamic`, `longrope`)
-read the largest position of a batch, which differs between pieces.
+"""Types of rotary positions whose angles depend only on a token's own position. Others (`dynamic`,
+`longrope`) read the largest position of a batch, which differs between parts of a sequence.
 """
 
 HALVES = ("bfloat16", "float16")
 
 ALIGNED = 32
 """Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention kernel
-for 32 bits, and results of other lengths cannot be merged."""
+for fp32. Parts whose length is no multiple of this cannot be merged.""
+"""
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""Names of config keys for the dropout of attention."""
+"""Config keys for the dropout probability of attention."""
 
 
 HOW_MEASURED = (

@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 READ = "overlap_comm is off on one GPU"
-"""Note on the settings of a DeepSpeed configuration that no recipe has."""
+"""Note about `overlap_comm`, a DeepSpeed setting that recipes do not contain."""
 
 ADAMW = "torch.optim:AdamW"
-"""Import path of the optimizer that accelerate replaces by DeepSpeed's for states on the host."""
+"""Import path of the optimizer that accelerate replaces by DeepSpeed's if optimizer states are on the host.
+"""
 
 LARGEST_BUCKET = 10**11
-"""Largest number of elements in a bucket, which no GPU has memory for (chosen)."""
+"""Largest accepted number of elements in a bucket (chosen). No GPU has memory for more."""
 
 NEEDS = ("deepspeed>=0.18",)
 
 TRAINED = "deepspeed>=0.19.8"
-"""DeepSpeed's version with which snugfit trains. Checkpoints use its partitions, and an update first checks
-that gradients are finite."""
+"""Version of DeepSpeed with which snugfit can train. Checkpoints use its partitions, and an update first
+checks that gradients are finite.
+"""
 
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s "
@@ -52,11 +54,11 @@ TREE = (
     "begin with zero2, which puts optimizer states, gradients and the update on the host. zero3 puts "
     "the weights there too, and is slower still"
 )
-"""Source: the decision tree of Hugging Face's guide, for one GPU."""
+"""Advice on the choice of a ZeRO stage. Source: the decision tree of Hugging Face's guide, for one GPU."""
 
 
 AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""Bucket sizes as `auto`, which the Trainer computes from the model's width."""
+"""Keys of DeepSpeed's bucket sizes that the Trainer computes from the model's width if they are `auto`."""
 
 FROM_ARGUMENTS = (
     "train_batch_size",

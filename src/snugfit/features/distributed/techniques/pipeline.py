@@ -31,7 +31,9 @@ SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
 }  # fmt: skip
-"""torch's names of the schedules (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
+"""torch's names of the pipeline schedules, by their names in recipes
+(`torch.distributed.pipelining.schedules.get_schedule_class`).
+"""
 
 HOW_MEASURED = (
     "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were "

@@ -14,14 +14,17 @@ KNOWN = (
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
     "embedding_rowwise", "replicated_with_grad_allreduce", "replicate",
 )  # fmt: skip
-"""Words of a plan for which torch has a style of the same meaning
-(`features/distributed/apply/tensor.py`)."""
+"""Styles in transformers' tensor-parallel plans for which torch has one of the same meaning
+(`features/distributed/apply/tensor.py`).
+"""
 
 EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_experts")
-"""Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""
+"""Styles in transformers' tensor-parallel plans for experts. Version 5.17 has the first three; from 5.21 on,
+the last replaces two of them.
+"""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names of config keys for the number of a layer's experts."""
+"""Config keys for the number of experts in a layer."""
 
 SIZES = {
     "num_attention_heads": "attention heads",
@@ -29,7 +32,7 @@ SIZES = {
     "intermediate_size": "columns of the feed-forward block",
     "vocab_size": "words of the vocabulary",
 }
-"""Names of config keys for sizes that must be divisible by the number of parts."""
+"""Config keys for sizes that must be divisible by the number of ranks, with their names in messages."""
 
 
 def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:

@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from snugfit.training.ranks import Ranks
 
 VERSION = 2
-"""The supported version of FSDP."""
+"""The supported major version of FSDP."""
 
 TO_SHARD = "TrainingArguments(fsdp=True, fsdp_config={'version': 2, 'reshard_after_forward': True})"
-"""Names of arguments that configure a Trainer for FSDP2."""
+"""`TrainingArguments` that configure a Trainer for FSDP2."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Names in `TrainingArguments` of torch's optimizers that update parts like whole weights (`KNOW_SHARDS`)."""
+"""Optimizer names in `TrainingArguments` that update shards as they update whole weights (`KNOW_SHARDS`)."""
 
 
 class DdpTrainer(TrainerParts):
