@@ -62,7 +62,7 @@ class ParallelWish(SeveralProcesses):
     weights: str = "copied"
     """Distribution of weights, gradients and optimizer states over ranks with different samples (the data
     axis). `copied`: each rank has all, and gradients are averaged (DDP). `sharded`: each has a part, and
-    weights are gathered where a layer computes (FSDP2). `alone`: all ranks work on the same samples. ""
+    weights are gathered where a layer computes (FSDP2). `alone`: all ranks work on the same samples.
     """
 
     states: str = "copied"

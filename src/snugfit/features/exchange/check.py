@@ -46,21 +46,24 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "known": lambda value, listed, force: not isinstance(value, str),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
-"""Functions for conditions of rules on a value, given the rule's operand and all values of the file and
-defaults."""
+"""Functions that check a rule's condition. Arguments are a value, the rule's operand, and all values of the
+file with defaults.
+"""
 
 OF_READER = (WIDENS, "adapters_dtype", "frozen")
-"""Keys that the reader of scripts adds, and that are not arguments of a library."""
+"""Keys that snugfit's reader of scripts adds. They are not arguments of a library."""
 
 _OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}
-"""Defaults of `TrainingArguments` to which rules about evaluation refer; importing the class takes
-seconds."""
+"""Defaults of `TrainingArguments` for rules about evaluation. They are copied here because the import takes
+seconds.
+"""
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
-"""Regular expression of a number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the
-exponent."""
+"""Regular expression of a number that YAML 1.1 (and PyYAML) reads as text: without a point before the
+exponent.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +71,13 @@ class Fix:
     """Edits of a configuration file that repair one problem: keys to set, to remove and to rename."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
-    """New values by dotted key."""
+    """New values of the file's settings, by dotted key."""
 
     remove: tuple[str, ...] = ()
-    """Dotted keys to delete."""
+    """Dotted keys to delete from the file."""
 
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Top-level keys with their new names; the values stay."""
+    """New names of top-level keys, by old name. The values stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +85,16 @@ class Finding:
     """One problem of a configuration file, such as two contradicting keys or a key without effect."""
 
     kind: str
-    """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
+    """Kind of the problem: `conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
 
     keys: tuple[str, ...]
-    """Keys of the finding."""
+    """Keys of the file that have the problem."""
 
     says: str
-    """Reason for the finding, with the text to write instead."""
+    """Description of the problem, with the value to write instead."""
 
     fix: Fix | None = None
-    """Changes that solve it; None if only the user can decide."""
+    """Changes to the file that solve the problem; None if only the user can decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +104,16 @@ class Checked(JsonDocument):
     what: ClassVar = "check"
 
     path: str
-    """Path of the file."""
+    """Path of the checked file."""
 
     kind: str
-    """Library and class that the file configures."""
+    """Library and class that the file configures, for messages."""
 
     findings: tuple[Finding, ...]
-    """Findings in the order of their kinds, and of the file."""
+    """Problems found, sorted by kind and then by position in the file."""
 
     unread: tuple[str, ...]
-    """Arguments that a script computes while it runs: they are not checked."""
+    """Arguments that a script computes while it runs. They are not checked."""
 
 
 def check(path: Path) -> Checked:

@@ -27,36 +27,36 @@ from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 
 SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
-"""Arguments that take all words up to the next flag as their value."""
+"""Command-line arguments whose value is all words up to the next option."""
 
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""Modules that start a training script themselves when run as `python -m MODULE`."""
+"""Python modules that start a training script when run as `python -m MODULE`."""
 
 RUN_FILE = "launcher.run_file"
-"""Name of the argument with the configuration file of the run that a command starts."""
+"""Argument for the configuration file of the training run that a command starts."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-"""Arithmetic of a shell, `$((A * B))`, with parentheses of one level."""
+"""Regular expression of shell arithmetic, `$((A * B))`, with one level of parentheses."""
 
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-"""Operators of a shell on whole numbers from 0 on, by those of Python."""
+"""Functions for shell arithmetic on whole numbers from 0 on, by the type of Python's operator."""
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
-"""A use of a variable. `${1:-gpt2}` has a default."""
+"""Regular expression of a shell variable in a command. `${1:-gpt2}` has a default."""
 
 _SLURM = re.compile(r"^#SBATCH\s+-{1,2}([\w-]+)[=\s]\s*(?:gpu:)?(?:[\w-]+:)?(\d+)\b", re.MULTILINE)
-"""An option of SLURM with a number: `--nodes=1`, `--gres=gpu:a100:4`."""
+"""Regular expression of a SLURM option with a number: `--nodes=1`, `--gres=gpu:a100:4`."""
 
 _OF_SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "gres": ("SLURM_GPUS_ON_NODE",), "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }  # fmt: skip
-"""Variables that SLURM sets from each of its options."""
+"""Environment variables that SLURM sets, by the option that sets them."""
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:

@@ -17,7 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer", "loop")
-"""Names of the dialects in the order in which a file is compared with them: the more specific keys first."""
+"""Names of the dialects (libraries with their own keys) in the order in which a file is compared with them.
+Those with the most specific keys come first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,68 +27,73 @@ class Dialect:
     """The keys of one library's configuration files, and their meaning for snugfit."""
 
     title: str
-    """Name of such a file in messages."""
+    """Name of this kind of file in messages."""
 
     source: str
-    """Documentation or source code from which the table was written."""
+    """Documentation or source code that this table of keys was written from."""
 
     loop: str
-    """Name of the loop that runs such a file."""
+    """Name of the training loop that runs such a file."""
 
     known_by: list[str]
-    """Top-level keys that only such files have, or that all of them have."""
+    """Top-level keys that identify such a file: keys that only it has, or that every one has."""
 
     becomes: Mapping[str, Any]
-    """Key to key, or value by value to arguments; `*` is the key for any other value."""
+    """Meaning of each key: another key, or the resulting arguments by value. The value `*` matches any other
+    one.
+    """
 
     ignored: Mapping[str, list[str]]
-    """Ignored keys by reason."""
+    """Keys without effect on memory and time, by the reason."""
 
     refused: list[dict[str, Any]]
-    """Keys without a counterpart.
-
-    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason. `job`
-    names the job or the method of such a file, if it is another one than those that are predicted. `instead`
-    is the flag that replaces a method.
+    """Keys that snugfit refuses. `keys` are patterns of `fnmatch`, `but` lists values without effect, and
+    `why` is the reason. `job` names a training method that is not predicted. `instead` is the flag that
+    replaces a method.
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keys without effect unless another has a certain value, or one of several; both may be patterns."""
+    """Keys without effect unless another key has a certain value. Each key, with the keys and values that it
+    needs; both may be patterns.
+    """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values in force without a key in the file, beyond `TrainingArguments`' own defaults."""
+    """Values that are used if a key is missing, in addition to the defaults of `TrainingArguments`."""
 
     export: str = ""
-    """Target of an export for users with such a file; empty for `hf`."""
+    """Value of `snugfit export --to` for users of such a file; empty for `hf`."""
 
     four_bits: Mapping[str, Any] = field(default_factory=dict)
-    """Parts of module names by `model_type` (`*` for any other one), where weights are in 4 bits. `recast`:
-    embeddings and heads that return to the dtype of the computation. `whole`: layers that stay unquantized.
+    """Parts of module names with special treatment if weights are in 4 bits, by `model_type` (`*` for any
+    other). `recast`: embeddings and heads that are cast back to the dtype of the computation. `whole`: layers
+    that stay unquantized.
     """
 
     together: list[dict[str, Any]] = field(default_factory=list)
-    """Meanings of several keys together: if all of `when` hold, `becomes` is added."""
+    """Meanings of several keys together. If all values of `when` are present, the arguments of `becomes` are
+    added.
+    """
 
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Defaults in force when any key of a group is present."""
+    """Defaults that are used if any key of a group is present, by group."""
 
     differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Differences in the meaning for snugfit, by key and value."""
+    """Differences between the library's and snugfit's meaning, by key and value."""
 
     auto: str = ""
     """Meaning of the value `auto`; empty without a special meaning."""
 
     extends: str = ""
-    """Another dialect whose keys such files may have too; empty for none."""
+    """Another dialect whose keys may also appear in such files; empty for none."""
 
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the library uses for keys that a file does not have."""
+    """Values that the library uses for keys that are missing in the file."""
 
     unsure: list[str] = field(default_factory=list)
-    """Keys whose defaults depend on the script that reads such a file."""
+    """Keys whose defaults depend on the user's training script."""
 
     note: str = ""
-    """Difference to the library that applies to every such file; empty for none."""
+    """Difference between the library and snugfit that applies to every such file; empty for none."""
 
     @property
     def of_trainer(self) -> bool:

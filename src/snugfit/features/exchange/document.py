@@ -22,35 +22,35 @@ class Document:
     """The keys and values of a user's configuration file or script, with its library and path."""
 
     path: Path
-    """Path of the file."""
+    """Path of the user's file."""
 
     format: str
-    """`json`, `yaml`, `python` (notebooks too) or `shell`."""
+    """Format of the file: `json`, `yaml`, `python` (also notebooks) or `shell`."""
 
     dialect: str
-    """Name of the dialect of the file's keys."""
+    """Name of the dialect (library) that the file's keys belong to."""
 
     values: dict[str, Any]
     """Keys and values of the file."""
 
     unread: tuple[tuple[int, str], ...] = ()
-    """Line and text of a script's statements that may change the answer and were not read."""
+    """Line and text of a script's statements that may affect the prediction and were not read."""
 
     refused: tuple[tuple[int, str, str], ...] = ()
-    """Line, text and reason of a script's statements that snugfit cannot predict."""
+    """Line, text and reason of script statements that snugfit cannot predict."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of a script's own command-line options that were used."""
+    """Defaults of the script's own command-line options, if they were used."""
 
 
 LARGEST_NOTEBOOK = 64 * LARGEST_FILE
-"""Largest size of a notebook that is read, in bytes: its pictures are in it."""
+"""Largest size in bytes of a notebook that is read. Notebooks contain pictures."""
 
 LAUNCHERS = ("accelerate", "deepspeed")
-"""Dialects of files that start a run and do not describe it."""
+"""Dialects of files that configure a launcher, and not a training run."""
 
 NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepspeed", "fsdp_config")
-"""Keys whose value may be the path of a further file."""
+"""Keys whose value may be the path of another configuration file."""
 
 
 def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:

@@ -46,7 +46,7 @@ FILES = {
     "axolotl": ("axolotl.yaml",),
     "llamafactory": ("llamafactory.yaml",),
 }
-"""Names of the files of each target; the head of the first file names its writer and its target."""
+"""Names of the exported files, by target. The first lines of the first file name snugfit and the target."""
 
 TARGETS = tuple(FILES)
 
@@ -60,13 +60,13 @@ class Export(JsonDocument):
     what: ClassVar = "export"
 
     to: str
-    """The target, one of `TARGETS`."""
+    """The library that the files are for, one of `TARGETS`."""
 
     files: Mapping[str, str]
-    """Text by file name."""
+    """Text of each exported file, by file name."""
 
     note: str = ""
-    """Difference to the prediction when the target runs it; empty for none."""
+    """Difference between the prediction and a run by this library; empty for none."""
 
 
 def check_target(job: Job, to: str) -> None:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 ALPHA = 8
-"""`lora_alpha` for exported files: peft's default, with which `lora` trains; LLaMA-Factory's own is twice the
-rank."""
+"""LoRA's `lora_alpha` in exported files. It is peft's default, with which `lora` trains; LLaMA-Factory's own
+default is twice the rank.
+"""
 
 _DATASET = "DATASET"
 """Placeholder for the user's own dataset."""
@@ -47,17 +48,18 @@ NOTES = {
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",
 }
-"""Differences to the prediction and settings outside a recipe, by target. The file contains this note, and
-the command prints it."""
+"""Differences to the prediction, and settings that recipes do not contain, by target. The exported file
+contains this note, and the command prints it.
+"""
 
 _VARIANTS = ("use_dora", "use_rslora")
-"""peft's switches that change the computation of an adapter; the tools use the same names."""
+"""peft's switches for variants of LoRA that change an adapter's computation. The tools use the same names."""
 
 _NOT_COMPARED = (
     "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters", "lora.layers_to_transform",
     "lora.rank_pattern", "model.quantization_config.load_in_8bit",
 )  # fmt: skip
-"""Arguments of adapters that no file of these tools was compared with, and that are refused."""
+"""Adapter arguments that are refused, because files of these tools with them were not compared."""
 
 _LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -277,7 +279,7 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
     "axolotl": axolotl_config,
     "llamafactory": llamafactory_config,
 }
-"""Function that writes the one file of each target."""
+"""Functions that write the single file of each target."""
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:

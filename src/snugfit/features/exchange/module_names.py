@@ -18,7 +18,7 @@ NAMES = (
     "lora.target_modules", "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters",
     "frozen.parts", "frozen.only",
 )  # fmt: skip
-"""Arguments with names of modules or parameters."""
+"""Arguments whose values are names of modules or parameters."""
 
 LAYERS, RANKS, OPTIMIZED = "lora.layers_to_transform", "lora.rank_pattern", "optim_target_modules"
 TRAINED = "frozen.patterns_of_axolotl"

@@ -22,8 +22,8 @@ PER_HOST, HOSTS, COPIES, SHARDS = (
 )
 ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
 RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
-"""Intermediate keys that describe the processes of a run, such as the number of hosts. Only this module reads
-them.
+"""Intermediate arguments that describe the processes of a run, such as the number of hosts. Only this module
+reads them.
 """
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -33,7 +33,7 @@ COMPUTED = "its value is computed when the processes start. Add --gpus N"
 ONE_ASSUMED = "the launcher decides the number of processes, and one is assumed. Add --gpus N"
 ONE_PROCESS = "it needs several processes. Leave it out, or add --gpus N"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
-"""Refusals that no longer apply when the user gives the number of processes."""
+"""Reasons for a refusal that no longer apply when the user gives the number of processes."""
 
 NO_MESH = "without FSDP (version 2) a mesh of processes shards nothing"
 IN_THE_CONFIG = "the file of accelerate launch decides the sharding. Give that file instead"
@@ -57,19 +57,19 @@ class Processes:
     """Number of processes, one for each GPU."""
 
     words: dict[str, Any] = field(default_factory=dict)
-    """Arguments that determine the parallel techniques."""
+    """Arguments from which the parallel technique and its settings follow."""
 
     asked_by: str = ""
-    """Raw word that determined them; empty if it is the number of processes."""
+    """Intermediate argument that decided the parallelism; empty if the number of processes did."""
 
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """Raw words that have no counterpart, each with the reason."""
+    """Arguments of the file that have no counterpart in snugfit, each with the reason."""
 
     differs: list[tuple[str, str]] = field(default_factory=list)
-    """Raw words with a difference here, each with that difference."""
+    """Arguments of the file that snugfit runs with a difference, each with that difference."""
 
     unread: list[tuple[str, str]] = field(default_factory=list)
-    """Words whose effect depends on the number of processes, which is assumed."""
+    """Arguments of the file whose effect depends on the number of processes, which is assumed."""
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:

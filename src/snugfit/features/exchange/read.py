@@ -50,11 +50,13 @@ from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 
 MISSPELT = 0.9
-"""Least similarity to a known key at which an unknown one is a mistake, and none of the user's own."""
+"""Least similarity to a known key (0 to 1) at which an unknown key counts as misspelt. Below it, the key
+counts as the user's own.
+"""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
-"""Argument with the samples of a step on one GPU, from which the accumulation follows."""
+"""Argument with the samples per step on one GPU. The number of accumulation steps follows from it."""
 _JOB = "job."
 
 
@@ -123,7 +125,7 @@ class _Reader:
     """Builds the settings and the list of keys (`Reading`) from the configuration files of one run."""
 
     documents: Sequence[Document]
-    """The launcher's files first; the last one is the run's own."""
+    """The user's configuration files. Those of the launcher come first, that of the training run last."""
     flags: Mapping[str, Any]
     options: Collection[str]
     named_gpus: int | None
@@ -131,7 +133,7 @@ class _Reader:
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
     tables: dict[str, Dialect] = field(default_factory=dict)
-    """Dialect by argument, the one in which its key was read."""
+    """The dialect in which each argument's key was read, by argument."""
     settings: dict[str, Any] = field(default_factory=dict)
     said_by: dict[str, str] = field(default_factory=dict)
     took: list[Line] = field(default_factory=list)
@@ -562,7 +564,7 @@ _OF_MEMORY = re.compile(
     r"4bit|8bit|16bit|quant|lora|peft|flash|attn|attention|liger|offload|checkpoint|fsdp|deepspeed|tokens|resize|pack|"
     r"freeze|frozen|bf16|fp16|fp8|zero|parallel|expert|compile"
 )
-"""Words in the names of keys that concern memory, so that an unknown one is refused."""
+"""Words in the names of keys that concern memory. An unknown key with one of them is refused."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
-"""Prefixes of dotted arguments that are not fields of `TrainingArguments`."""
+"""Prefixes of dotted arguments that become no fields of `TrainingArguments`."""
 
 
 ONE_LABEL = ("sequence-classification", "image-classification")
-"""Tasks whose samples have one label each, so that all GPUs have the same number of labels."""
+"""Tasks with one label per sample, so that all GPUs have equally many labels."""
 
 MESH = "parallelism_config"
-"""Name of the argument for a device mesh: an object of accelerate's, which no JSON file can contain."""
+"""Argument for a device mesh. It is an object of accelerate, which a JSON file cannot contain."""
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
@@ -78,8 +78,9 @@ EACH_MEAN_ALIKE = (
     "count it once for each GPU, except with average_tokens_across_devices=False. The means of the GPUs "
     "then count alike, however many labels each has"
 )
-"""Reason for an argument: `Trainer.compute_loss` multiplies by the number of processes under
-`average_tokens_across_devices`."""
+"""Comment about `average_tokens_across_devices=False`: `Trainer.compute_loss` multiplies the loss by the
+number of processes unless it is False.
+"""
 
 
 def divides_by_labels(job: Job) -> bool:

@@ -24,7 +24,7 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
 }
-"""Smallest values with which a run can start, by argument."""
+"""Smallest valid value of an argument, by argument."""
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

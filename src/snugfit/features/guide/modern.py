@@ -39,9 +39,9 @@ class FrontRecipe:
 
     recipe: Recipe
     needed_bytes: int
-    """Bytes that must be free on the GPU."""
+    """Bytes that the recipe needs on the GPU."""
     speed: StepSpeed
-    """Speed of its step."""
+    """Predicted speed of the recipe's step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class PlannedJob:
     """The Pareto front of recipes that a plan found for one job."""
 
     front: tuple[FrontRecipe, ...]
-    """Recipes of the Pareto front: no other is both as fast and as small."""
+    """Recipes of the Pareto front of memory and speed: no other is at least as fast and as small."""
     doubts: tuple[str, ...] = ()
-    """Uncertainties of the plan, as sentences."""
+    """Warnings about uncertain parts of the plan."""
 
 
 def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> GuideResult:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Answers = dict[RequestKey, "Prediction | str"]
-"""The type of the answers by request: a prediction, or the reason why there is none."""
+"""The type of the results by request: a prediction, or the reason why there is none."""
 
 
 def run(

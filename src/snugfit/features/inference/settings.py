@@ -28,17 +28,17 @@ class GenerationSettings:
     """Settings of the phase `generate` (text generation)."""
 
     new_tokens: int = 128
-    """Tokens that each sequence gets."""
+    """Number of tokens that are generated for each sequence."""
     beams: int = 1
-    """Beams of each sequence; 1 takes the most probable token, or draws one."""
+    """Number of beams of each sequence. With 1, the most probable token is taken, or one is drawn."""
     cache: str = "dynamic"
-    """Kind of the cache, one of `CACHES`."""
+    """Kind of the key/value cache, one of `CACHES`."""
     sample: bool = False
-    """True if tokens are drawn by their probabilities."""
+    """True if tokens are drawn at random by their probabilities."""
     top_k: int = 50
-    """Number of the most probable tokens of a draw; 0 takes all."""
+    """Number of the most probable tokens that are drawn from; 0 for all."""
     top_p: float = 1.0
-    """Share of the probability that the tokens of a draw have together; 1 takes all."""
+    """Total probability of the most probable tokens that are drawn from; 1 for all."""
 
     @classmethod
     def of(cls, job: Job, setup: Setup | None = None) -> Self:

@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 PREFILL, DECODE = "prefill", "decode"
 
 LOOP_FUNCTIONS = 6
-"""Python functions of transformers' loop between two passes, in units of `HostLaunchCosts.function`.
+"""Host time of transformers' generation loop between two forward passes, in units of
+`HostLaunchCosts.function`.
 
-On a CPU, small models of six families spent 0.2 to 0.4 ms there, greedily. That is the time of the loop's
-kernels and 0.1 to 0.8 ms more, in the time of the H200's host. This is 0.42 ms.
+On a CPU, small models of six families spent 0.2 to 0.4 ms there in greedy decoding. That is the time of the
+loop's kernels and 0.1 to 0.8 ms more, in the time of the H200's host. This is 0.42 ms.
 """
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""Names of the cache among a model's arguments and outputs; Mamba has the second."""
+"""Names of the cache among a model's arguments and outputs. Mamba has the second one."""
 
 
 class StoppedEarly(Exception):
@@ -51,16 +52,16 @@ class GenerateStep(PlainStep):
     """The loop over batches of prompts, in which each step is one call of `generate`."""
 
     decode_steps: int | None = None
-    """Number of decode steps after which a simulation ends; None for all."""
+    """Number of decode steps to simulate; None for all."""
 
     decoder_prompt: int = 1
-    """Tokens with which the decoder of an encoder-decoder model begins."""
+    """Number of tokens with which the decoder of an encoder-decoder model begins."""
 
     prompt: int | None = None
-    """Tokens of the whole call's prompt, in a simulated part of it; None for the job's."""
+    """Prompt tokens of the whole call, if only a part of it is simulated; None for the job's prompt."""
 
     recorder: ClassVar[Any] = None
-    """The recorder of the current simulation; None without one."""
+    """Recorder of the current simulation; None without one."""
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
         """Return the category of a memory block that a module allocates: activations. The loop labels logits,
@@ -178,7 +179,7 @@ class _Follower:
     def __init__(self, step: GenerateStep, model: Any, observer: Observer) -> None:
         self.step, self.model, self.observer = step, model, observer
         self.passes = 0
-        """Forward passes of the current call of `generate`."""
+        """Number of forward passes in the current call of `generate`."""
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> _Follower:

@@ -36,7 +36,7 @@ class EarlyBlock(NamedTuple):
     operator: str
     module: str
     number: int
-    """Number among the blocks with this phase, operator and module."""
+    """Index of the block among those with the same phase, operator and module."""
 
 
 class LateBlock(NamedTuple):
@@ -45,9 +45,9 @@ class LateBlock(NamedTuple):
     """
 
     back: int
-    """Distance in decode steps; 0 for the step of the free itself."""
+    """Number of decode steps between the allocation and the free; 0 if both are in one step."""
     number: int
-    """Number among the blocks of its step."""
+    """Index of the block among those of its decode step."""
 
 
 BlockId = EarlyBlock | LateBlock
@@ -59,15 +59,15 @@ class Stretch:
 
     phase: str
     events: list[int | BlockId] = field(default_factory=list)
-    """In order: a number for an allocation (an index of `blocks`), a block_id for a free."""
+    """Allocations and frees in order: an allocation is an index of `blocks`, a free is a block_id."""
     blocks: list[Block] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
-    """Numbers of the kernels before which the host waits."""
+    """Indices of the kernels before which the host waits for the device."""
     marks: list[tuple[int, MarkKind]] = field(default_factory=list)
-    """Further marks, each with the number of events before it."""
+    """Other marks of the trace, each with the number of events before it."""
     streams: dict[int, int] = field(default_factory=dict)
-    """CUDA streams of blocks by number, unless it is the default one."""
+    """CUDA stream of a block that is not in the default stream, by the block's index."""
 
 
 def _is_of_loop(block: Block) -> bool:
@@ -83,13 +83,12 @@ class RecordedCall:
     """One simulated call of `generate`, divided into building the model, prefill and decode steps."""
 
     before: list[Stretch]
-    """The building, the loading and the prefill."""
+    """Events before the first decode step: building, loading and prefill."""
     decode: list[Stretch]
     lasting: frozenset[EarlyBlock]
-    """Blocks from before the first decode step that are still allocated after the call, such as workspaces.
-    """
+    """Blocks from before the first decode step that stay allocated after the call, such as workspaces."""
     lasting_operators: frozenset[str]
-    """Operators of such blocks from decode steps."""
+    """Operators whose blocks from decode steps stay allocated after the call."""
     trace: Trace
 
     @classmethod
@@ -195,7 +194,7 @@ class StepWindow(NamedTuple):
     """A few successive decode steps that were simulated, with the number of the first."""
 
     step: int
-    """Number of the first step, from 1."""
+    """Number of the window's first decode step, counted from 1."""
     steps: Sequence[Stretch]
 
 
@@ -228,7 +227,9 @@ def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apa
 
 
 WORK_OFF_LINE = 0.002
-"""Share of a step's work by which it may differ from the line: an embedding reads its rows at most once."""
+"""Largest relative difference between a step's work and its linear interpolation. An embedding reads each of
+its rows at most once.
+"""
 
 
 def _work(stretch: Stretch) -> tuple[int, int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 HALVES = ("torch.bfloat16", "torch.float16")
-"""Dtypes of queries, keys and values that the attention kernels support."""
+"""Dtypes of queries, keys and values that snugfit's attention kernels support."""
 
 GAPS = "fused: a mask has gaps among its tokens. Take 'torch_kernels'."
 

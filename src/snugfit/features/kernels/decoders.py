@@ -32,13 +32,13 @@ class DecoderFamily(NamedTuple):
     """Properties in which the decoders of one modeling file of transformers differ from Llama's."""
 
     prefix: str
-    """Prefix of the names of its classes."""
+    """Prefix of the family's class names in transformers."""
     extras: tuple[str, ...] = ()
-    """Attributes of the attention, or of its config, that it passes to the attention function."""
+    """Attributes of the attention module, or of its config, that it passes to the attention function."""
     from_one: bool = False
-    """True if norms multiply by one plus the learned scale."""
+    """True if norms multiply by one plus the learned scale, as in Gemma."""
     norms_branches: bool = False
-    """True if the output of a branch is normed before it is added to the stream."""
+    """True if the output of attention or the MLP is normed before it is added to the residual stream."""
 
 
 FAMILIES = {
@@ -50,13 +50,14 @@ FAMILIES = {
     "gemma2": DecoderFamily("Gemma2", (SLIDING, CAPPED), from_one=True, norms_branches=True),
     "gemma3": DecoderFamily("Gemma3", (SLIDING,), from_one=True, norms_branches=True),
 }
-"""Decoder families by the name of their file, `modeling_NAME.py`."""
+"""Decoder families by the name of their file in transformers, `modeling_NAME.py`."""
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
-"""Name of each of these attributes as an argument of the attention function."""
+"""Name of an attribute's value as an argument of the attention function, by attribute."""
 
 TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""Supported activations by their name in transformers; True for GELU's approximation by tanh."""
+"""Supported activations of gated MLPs by their name in transformers; True for GELU's approximation by tanh.
+"""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:

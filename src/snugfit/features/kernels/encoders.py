@@ -22,12 +22,13 @@ from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
 from snugfit.step.own_forward import OwnForward
 
 SITE = "fused_site"
-"""Name of the attribute that holds a module's `Site`."""
+"""Name of the attribute that holds a module's `Site`, which gives each dropout call its seed."""
 
 STREAM = "fused_stream"
-"""Name of an attribute of a norm's result: the same values in fp32, for the next residual (`add_norm`).
-Between two layers the model's own code passes the result on. If that code creates another tensor of it, that
-tensor is the residual."""
+"""Name of an attribute of a norm's result. It holds the same values in fp32, for the next residual
+(`add_norm`). The model's own code passes the result from layer to layer. If that code creates another tensor
+from it, that tensor is the residual.
+"""
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
 """Class names of GELU activations in transformers; True for the approximation by tanh."""
@@ -59,11 +60,11 @@ class Patch:
     """
 
     forward: Callable[..., Any] | None
-    """Replacement of the forward pass; None for an encoder that only loses its mask (`attention.py`)."""
+    """Replacement of a module's forward pass; None for an encoder that only gets no mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Function that returns True if a module of the class meets the assumptions of the forward pass."""
+    """Function that returns True if the replacement supports this module."""
     joins: tuple[str, ...] = ()
-    """Names of the linear layers that are computed as one matrix product."""
+    """Names of the module's linear layers that are computed as one matrix product."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -402,4 +403,4 @@ PATCHES: dict[tuple[str, str], Patch] = {
     ),
     ("gpt2", "GPT2MLP"): Patch(run_gpt2_mlp),
 }
-"""Replacements of forward passes by folder and class name in transformers."""
+"""Replacements of forward passes, by folder and class name in transformers."""

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
-"""Model types of transformers whose encoders (and GPT-2) `encoders.py` supports."""
+"""Model types of transformers whose encoder layers `encoders.py` supports; also GPT-2."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Model types that `decoders.py` supports."""
+"""Model types of transformers whose decoder layers `decoders.py` supports."""
 
 KNOWN = (*ENCODERS, *DECODERS)
-"""All supported model types."""
+"""All model types of transformers that the technique supports."""
 
 
 @dataclass(frozen=True, kw_only=True)

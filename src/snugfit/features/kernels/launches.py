@@ -45,7 +45,7 @@ _BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
 _LOADS, _STORES = ("load", *_BOTH), ("store", *_BOTH)
 
 _FLUSHES = 256 * MIB
-"""Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
+"""Bytes of the buffer that Triton's autotuner writes to flush a GPU's cache."""
 
 
 class Access(NamedTuple):

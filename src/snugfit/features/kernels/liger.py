@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 _PARTS = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "fused_linear_cross_entropy")
 
 GATED = frozenset({"swiglu", "geglu"})
-"""Kernels for gated activations, of which a model has at most one."""
+"""Liger's kernels for gated activations. A model uses at most one."""
 
 WITH_LOSS = "causal-lm"
-"""Name of the task for which Liger has a loss of its own."""
+"""Name of the task for whose loss Liger has a kernel."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names of config keys with the number of experts."""
+"""Config keys for the number of experts."""
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-"""Names of the weights of all experts together, in transformers' models."""
+"""Parameter names of the weights of all experts together, in transformers' models."""
 
 
 @dataclass(frozen=True, kw_only=True)

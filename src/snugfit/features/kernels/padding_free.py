@@ -28,13 +28,13 @@ from snugfit.job.kv_prefix import prompt_kind
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
-"""Names of tasks with one output for each token."""
+"""Tasks whose models have one output for each token."""
 
 OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
-"""Endings of class names of models with one output for each token."""
+"""Endings of transformers' class names of models with one output for each token."""
 
 FIRST_TOKEN_POOLED = ("bert", "roberta", "electra", "distilbert", "xlm-roberta", "camembert")
-"""Model types of transformers that classify a sequence by its first token."""
+"""Model types of transformers that classify a sequence by its first token's hidden state."""
 
 HALVES = ("bfloat16", "float16")
 

@@ -42,7 +42,7 @@ PLANNED = inspect.Parameter(
         ),
     ],
 )
-"""Option of `snugfit plan`."""
+"""The option `--lengths` of `snugfit plan`, as a parameter of the command."""
 
 Column = Annotated[str | None, given.option(given.JOB, "Column or key with the lengths. \\[length]")]
 Truncate = Annotated[

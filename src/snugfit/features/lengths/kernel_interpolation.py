@@ -29,13 +29,13 @@ class LengthSample(NamedTuple):
     """The simulated kernels of a training step at one sequence length."""
 
     length: int
-    """Tokens of a sequence."""
+    """Number of tokens in each sequence."""
 
     kernels: tuple[Kernel, ...]
-    """Kernels of the steady step."""
+    """Simulated kernels of the steady step (equal to all later ones)."""
 
     waits: tuple[int, ...]
-    """Indices of the kernels before which the host waits."""
+    """Indices of the kernels before which the host waits for the device."""
 
 
 class KernelInterpolator:

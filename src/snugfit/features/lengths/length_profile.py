@@ -36,23 +36,29 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 SOME_PADDING = 0.5
-"""Share of padding in a padded batch. Its value changes no shape; only its presence matters."""
+"""Share of padding in the simulated batch. Only the presence of padding changes shapes, not its share."""
 
 FEW = 4
-"""Largest number of lengths that are all simulated: interpolation needs three and a test."""
+"""Up to this number of lengths, all are simulated. Interpolation needs three lengths and a test."""
 
 TOLERANCE = 1e-3
-"""Greatest relative error of the test length's seconds."""
+"""Greatest relative error of interpolated seconds at the test length. Above it, kernels are not interpolated.
+"""
 
 ROW = 8
-"""Number of elements to which a row of a stored attention mask is padded (`pad_bias`,
-`native/transformers/attention.cpp`)."""
+"""Rows of a stored attention mask are padded to a multiple of this number of elements (`pad_bias`,
+`native/transformers/attention.cpp`).
+"""
 
 MOST_KNOTS = 9
-"""Number of lengths to simulate if kernels cannot be interpolated; seconds between them are linear."""
+"""Number of simulated lengths if kernels cannot be interpolated. Seconds between them are interpolated
+linearly.
+"""
 
 TIMED_PER_CLASS = 32
-"""Number of lengths of one alignment that are timed; seconds between them are linear."""
+"""Number of lengths with one alignment whose seconds are computed. Seconds between them are interpolated
+linearly.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +66,19 @@ class Bytes:
     """Peak memory in bytes of a step whose sequences all have one length."""
 
     requested_bytes: int
-    """Peak of the bytes that tensors and kernels request."""
+    """Peak of the bytes that tensors and kernels request from the allocator."""
 
     allocated_bytes: int
-    """Peak of these bytes after the allocator's rounding."""
+    """Peak of the allocated bytes: requested bytes after the allocator's rounding."""
 
     reserved_bytes: int
     """Peak of the bytes that the allocator reserves on the device."""
 
     context_bytes: int
-    """Bytes of CUDA's context and libraries, outside the allocator."""
+    """Bytes of CUDA's context and libraries, outside of the allocator."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on the uncertain parts of these bytes."""
+    """Warnings about uncertain parts of these figures."""
 
     @property
     def needed_bytes(self) -> int:
@@ -84,7 +90,7 @@ class BatchShape(NamedTuple):
     """Properties of a batch that determine its kernels and their sizes."""
 
     length: int
-    """Tokens of each sequence."""
+    """Number of tokens in each sequence."""
 
     padded: bool
     """True if the batch contains padding."""
@@ -94,10 +100,10 @@ class LengthSeconds(NamedTuple):
     """Predicted seconds of a step for one sequence length."""
 
     step: float
-    """Seconds at the given rates."""
+    """Seconds of the step at the GPU's rates."""
 
     aligned: float
-    """Seconds at rates without a cost of rows that are not a multiple of 16 bytes."""
+    """Seconds of the step at rates without the extra cost of unaligned rows (no multiple of 16 bytes)."""
 
 
 @dataclass
@@ -105,29 +111,29 @@ class LengthProfiler:
     """Simulates one job under one recipe at the requested sequence lengths, each once."""
 
     job: Job
-    """The training job; its own length is ignored."""
+    """The training job. Its own sequence length is ignored."""
 
     recipe: Recipe
-    """Recipe of the training."""
+    """Recipe of the simulated steps."""
 
     gpu: Gpu
-    """GPU of the training."""
+    """GPU that the predictions are for."""
 
     loop: str = "plain"
-    """Training loop by its name."""
+    """Name of the training loop."""
 
     tell: Callable[[str], None] = lambda what: None
     """Function that receives progress messages."""
 
     rates: Rates = field(init=False)
-    """Rates of the GPU. Raises `GpuError` if they are unknown."""
+    """Kernel rates of the GPU. The constructor raises `GpuError` if they are unknown."""
 
     off: float = 0.0
-    """Greatest relative error of interpolated seconds."""
+    """Greatest relative error of interpolated seconds so far."""
 
     lines: bool = False
-    """True if some seconds are interpolated linearly between simulated lengths, because the kernels cannot be
-    interpolated.
+    """True if some seconds are interpolated linearly between simulated lengths, because the lengths' kernels
+    differ too much.
     """
 
     _samples: dict[BatchShape, LengthSample] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {"fixed": "one length", "random": "at random", "grouped": "grouped"}
-"""Words for each order of the samples."""
+"""Description of each order of the samples in the report."""
 
 ASSUMPTION = (
     "Assumed, not measured on this GPU: the speed of a matmul whose rows are not a multiple of 16 bytes. "

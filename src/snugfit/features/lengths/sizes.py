@@ -30,20 +30,21 @@ from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
 WORTH = 0.01
-"""Smallest gain in samples per second that is listed, as a share."""
+"""Smallest relative gain in samples per second that is listed."""
 
 FREE = 0.005
-"""Share of a step's seconds by which a larger batch may be slower and still count as equally fast."""
+"""Greatest relative slowdown of a step at which a larger batch still counts as equally fast."""
 
 MULTIPLES = (8, 64)
 STEEP = 2
-"""Least ratio of saved seconds to saved length at which a shorter length ends a tile or a wave.
+"""Least ratio of the relative saving of seconds to that of length, at which a shorter length ends a tile or a
+wave.
 
 Attention alone makes shorter sequences slightly faster, token by token.
 """
 
 NEAR = 4
-"""Divisor of the job's batch size that gives the largest distance of listed batch sizes: a fourth."""
+"""Divisor of the job's batch size. Listed batch sizes differ from it by at most a fourth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +52,31 @@ class Size:
     """A size (such as the vocabulary) that is slow on the device, and a faster one."""
 
     what: str
-    """`vocabulary`, `sequence length`, `batch` or `width`."""
+    """Name of the slow size: `vocabulary`, `sequence length`, `batch` or `width`."""
 
     given: int
-    """The size in the job."""
+    """The slow size, as it is in the job or the model."""
 
     instead: int | None
-    """The faster size; None for a width, which belongs to the model."""
+    """The faster size; None for a width of the model, which cannot be changed."""
 
     gain: float
-    """Gain in samples per second, as a share; in tokens per second if sequences get shorter."""
+    """Relative gain in samples per second, or in tokens per second if sequences get shorter."""
 
     more_bytes: int | None = None
-    """Additional bytes on the device; negative if it takes less."""
+    """Bytes that the faster size needs in addition on the device; negative if it needs less."""
 
     step_seconds: float | None = None
-    """Seconds of a step with the other size."""
+    """Seconds of a step with the faster size."""
 
     proposed: bool = False
-    """True if the change does not affect the learned model."""
+    """True if the change has no effect on the trained model."""
 
     assumed: bool = False
-    """True if the gain depends on the assumed cost of unaligned rows alone."""
+    """True if the gain only depends on the assumed cost of unaligned rows."""
 
     where: str = ""
-    """Name of a module that has this width."""
+    """Name of a module that has this width; empty for other sizes."""
 
 
 def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:

@@ -18,8 +18,9 @@ from snugfit.training.checkpoint.facts import CONTENT, Facts, settings_of
 from snugfit.training.rng import preserve_rng
 
 READ = 8
-"""Number of samples in a dataset's fingerprint (chosen). Other data differs in nearly all samples, and
-reading pictures takes time."""
+"""Number of samples in the fingerprint of a dataset (chosen). Other data differs in nearly all samples, and
+reading pictures takes time.
+"""
 
 
 def loader_facts(loader: Any) -> Facts:

@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 
 
 SAMPLED = 4096
-"""Values of a tensor that enter a fingerprint, spread over it.
-
-Noise changes nearly all values. Reading every value of a batch of pictures would take longer than creating
-it.
+"""Number of values of a tensor that enter its fingerprint, spread evenly. Noise changes nearly all values.
+Reading every value of a batch of pictures would take longer than creating it.
 """
 
 
@@ -236,19 +234,21 @@ class DataPosition:
 
     def __init__(self, loader: Any = None) -> None:
         self.rng = DataRng(loader)
-        """Generators of the data."""
+        """Random generators of the loader and its dataset."""
 
         self.marks: dict[int, BatchMark] = {}
-        """Marks of the epoch's batches from the last trained one on, by their index."""
+        """Fingerprints and generator states of the epoch's batches, from the last trained one on, by index of
+        the batch.
+        """
 
         self.used = 0
-        """Number of the epoch's trained batches."""
+        """Number of trained batches in this epoch."""
 
         self._saved: Mapping[str, Any] | None = None
         self._epoch = self._made = 0
         self._is_exhausted = False
         self.epoch_is_over = False
-        """True after an epoch's last batch, while its end is processed."""
+        """True from an epoch's last batch until the work at its end is done."""
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Restore the random generators to the states in a checkpoint."""

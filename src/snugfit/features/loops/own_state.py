@@ -24,20 +24,21 @@ from typing import Any, final
 from snugfit.errors import SnugfitError
 
 DEEPEST = 5
-"""Largest number of references from the loader to an object that is searched."""
+"""Largest number of references between the loader and an object that is searched for generators."""
 
 LARGEST = 64
-"""Largest number of entries of a list or mapping that is searched, since a larger one contains samples."""
+"""Largest length of a list or mapping that is searched. A longer one contains samples."""
 
 MOST = 2_000
-"""Largest number of objects that are searched."""
+"""Largest number of objects that are searched in one loader."""
 
 LIBRARIES = frozenset({"accelerate", "datasets", "logging", "numpy", "torch", "torchvision", "transformers"})
-"""Packages whose objects are not searched for counters, since they contain none of the user's."""
+"""Packages whose objects are not searched for counters, because these would not be the user's."""
 
 State = dict[str, Any]
-"""The type of the states by attribute path, such as `dataset.rng`: a JSON value, or [kind, state] of a
-generator."""
+"""The type of generator states by attribute path, such as `dataset.rng`. A value is JSON data, or [kind,
+state] of a generator.
+"""
 
 
 @final

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.manifest import Checkpoint
 
 FREE_SLOTS = CHANGING | {Slot.LOADING, Slot.MATMUL, Slot.OPTIMIZER}
-"""Slots that may differ when a run is resumed; an optimizer is compared by its facts."""
+"""Slots (choices of a recipe) whose technique may differ when a run is resumed. Optimizers are compared by
+their facts.
+"""
 
 
 def refuse_another_run(

@@ -38,16 +38,16 @@ class MediaEntry:
     """A row's value in the column of pictures or sounds, and the location of the row."""
 
     value: Any
-    """A path, bytes, a mapping of both, or decoded content."""
+    """Picture or sound of a dataset's row: a path, bytes, a mapping of both, or decoded content."""
 
     rate: Any = None
-    """Samples per second of an array of sound, as given by the row."""
+    """Samples per second of a sound that is an array, from the row; None if unknown."""
 
     where: str
-    """Location of the row, for messages."""
+    """Position of the row in the dataset, for messages."""
 
     folder: Path
-    """Base folder of a relative path."""
+    """Folder that relative paths start from."""
 
     @property
     def path(self) -> str | None:

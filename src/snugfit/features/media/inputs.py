@@ -37,33 +37,38 @@ if TYPE_CHECKING:
     import torch
 
 USUAL_PIXELS = 224
-"""Height and width of ImageNet's pictures as networks take them."""
+"""Height and width in pixels of pictures in networks for ImageNet."""
 
 SECONDS = 30
 FRAMES = 100 * SECONDS
-"""Number of frames of a spectrogram of 30 s with a hop of 10 ms, as all extractors of transformers for speech
-have it."""
+"""Number of frames in a spectrogram of 30 seconds with a hop of 10 ms, as in all of transformers' feature
+extractors for speech.
+"""
 
 SAMPLE_RATE = 16_000
-"""Samples per second of the extractors for speech, unless a config names another rate."""
+"""Samples per second of feature extractors for speech, unless a config has another rate."""
 
 BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
-"""Architectures whose spectrograms have mel bins first, and whose configs name no source positions."""
+"""Model types whose spectrograms have mel bins as the first dimension, although their configs have no source
+positions.
+"""
 
 STACKED_FRAMES = 6
-"""FunASR's extractor stacks seven frames, one stack for every sixth frame (`stride_lfr`)."""
+"""Distance of stacked frames in FunASR's extractor. It stacks seven frames, once every six frames
+(`stride_lfr`).
+"""
 
 PIANO_FRAMES = 22_050 * SECONDS // 1_024
-"""Pop2Piano's spectrogram: 22,050 Hz and a hop of 1,024 samples."""
+"""Number of frames in Pop2Piano's spectrogram of 30 seconds: 22,050 Hz and a hop of 1,024 samples."""
 
 
 VIBEVOICE_SAMPLES = 24_000 * SECONDS
-"""VibeVoice's extractor takes 24,000 Hz, and gives one channel."""
+"""Number of samples in 30 seconds for VibeVoice's extractor, which takes 24,000 Hz and returns one channel.
+"""
 
 MIMI_HOP = 8
-"""Frames of 10 ms in one of Mimi's codec frames, which has 12.5 a second.
-
-A text token and codes share each codec frame.
+"""Number of 10 ms frames in one frame of Mimi's codec, which has 12.5 frames a second. A text token and codes
+share each codec frame.
 """
 
 
@@ -72,7 +77,7 @@ class PictureInput(SampleInputs):
     """The shape of a model's picture input, which creates synthetic batches."""
 
     shape: tuple[int, ...]
-    """The shape (C, H, W), or (P, D) of patches."""
+    """Shape of one picture: (C, H, W), or (P, D) for patches."""
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
         """Return pictures (B, C, H, W), or patches (B, P, D) with their mask and their height and width."""
@@ -94,24 +99,24 @@ class SoundInput(SampleInputs):
     """The shape of a model's sound input, which creates synthetic batches."""
 
     name: str
-    """Name of the argument of `forward`."""
+    """Name of the argument of the model's `forward`."""
     shape: tuple[int, ...]
-    """Shape of one sample, as in the table."""
+    """Shape of one sound, as in the class's table."""
     mask: str = ""
-    """Argument that masks the padding of the frames; empty where a model needs no mask."""
+    """Name of the argument that masks padding frames; empty if the model needs no mask."""
     tokens: int = 0
-    """Number of tokens of a language model's sequence that the sound replaces; 0 with a decoder of its
-    own."""
+    """Number of placeholder tokens in a language model's sequence that the sound replaces; 0 for an
+    encoder-decoder model.
+    """
     token: int = 0
-    """Id of the placeholder token."""
+    """Id of the placeholder token that the sound replaces."""
     added: bool = False
-    """True if the sound is added to the tokens' embeddings, one for one, instead of replacing placeholders
-    between them."""
+    """True if the sound is added to the tokens' embeddings, one for one, and replaces no placeholders."""
 
     codes: int = 0
-    """Upper bound of a codec's codes, which replace the wave; 0 without a codec."""
+    """Number of distinct codes of an audio codec, which replace the wave; 0 without a codec."""
     frames_first: bool = False
-    """True if the frames are the first dimension of a sample."""
+    """True if frames are the first dimension of a sample, before mel bins."""
 
     @property
     def frames(self) -> int:
@@ -212,7 +217,7 @@ def hears_in_place_of_tokens(model_type: str) -> bool:
 
 
 _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
-"""Keys of configs that contain the config of a sound encoder."""
+"""Keys of configs whose value is the config of a sound encoder."""
 
 
 def _encoder(config: Any) -> Any:
@@ -277,7 +282,9 @@ _TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
     "voxtral": lambda config, ear: int(ear.max_source_positions * ear.hidden_size / ear.intermediate_size),
     "voxtral_realtime": lambda config, ear: FRAMES // config.audio_length_per_tok,
 }
-"""Number of tokens for 30 seconds, as computed by `get_audio_features` of each architecture."""
+"""Functions that return the number of tokens for 30 seconds of sound, by model type, as `get_audio_features`
+computes it.
+"""
 
 
 def _window_tokens(config: Any) -> int:
@@ -292,11 +299,10 @@ _MASKS = {
     "granite_speech": "", "granite_speech_plus": "", "voxtral": "", "voxtral_realtime": "",
     "qwen2_audio": "feature_attention_mask", "vibevoice": "padding_mask", "vibevoice_asr": "",
 }  # fmt: skip
-"""Name of the argument for the mask of the frames, by architecture, if it is not the usual one; empty for
-none."""
+"""Name of the argument that masks frames, by model type, if it is not the usual one; empty for none."""
 
 ADDED = "voxtral_realtime"
-"""Architecture that adds a sound to its tokens' embeddings, one for one, instead of inserting it."""
+"""Model type that adds a sound to its tokens' embeddings, one for one, and inserts no tokens for it."""
 
 
 class Pictures(ModelInputs):

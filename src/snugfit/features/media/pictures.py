@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode with 8 bits a channel, by the number of channels."""
+"""Pillow's modes with 8 bits per channel, by the number of channels."""
 
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's modes of more than 8 bits a pixel, which it would clip at 255."""
+"""Pillow's modes with more than 8 bits per pixel, whose values Pillow would clip at 255."""
 
 ORIENTATION, UPRIGHT = 0x0112, 1
-"""EXIF's tag for the orientation of the camera, and its value for a picture without rotation."""
+"""EXIF tag of a picture's orientation, and its value for a picture without rotation."""
 
 
 @final
@@ -41,7 +41,7 @@ class PicturePreprocessor:
     """The shape (C, H, W) that the job was planned for."""
 
     input_name = "pixel_values"
-    """Name of the model's input."""
+    """Name of the model's input for pictures."""
 
     def input_of(self, entry: MediaEntry) -> torch.Tensor:
         """Return a picture's pixels as the model's input, (C, H, W) of fp32. Raises `UsageError` that names

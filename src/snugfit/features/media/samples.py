@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
-"""Roles of columns that each task reads, as `data/columns.py` has them for texts."""
+"""Roles of the columns that each task reads, as `data/columns.py` has them for tasks on text."""
 
 USUAL = {
     ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
@@ -62,13 +62,13 @@ USUAL = {
         ("text", "sentence", "transcription", "transcript", "normalized_text"),
     )),
 }  # fmt: skip
-"""Usual names of the columns with these roles."""
+"""Usual column names, by roles."""
 
 LABELS = {Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label")}
-"""Usual names of the label's column."""
+"""Usual names of the label's column, by task."""
 
 RATE = "sampling_rate"
-"""Column with the samples per second of an array in another column."""
+"""Name of the column with the samples per second of sounds that are arrays."""
 
 
 @final
@@ -79,13 +79,13 @@ class MediaSamples(IndexedSamples):
     """
 
     media: Rows
-    """The dataset's rows with only the columns of a sample."""
+    """Rows of the dataset, with only the columns of a sample."""
 
     column: str
-    """The column of pictures or sound."""
+    """Name of the column of pictures or sounds."""
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """Builds a sample's input from that column."""
+    """Object that computes a sample's input from that column."""
 
     def __len__(self) -> int:
         return len(self.media)
@@ -125,7 +125,7 @@ class MediaCollate:
     """
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """Preprocessor that built the samples' inputs, and batches them."""
+    """Object that computed the samples' inputs, and batches them."""
 
     targets: Collate
     """Function that batches the samples' labels."""
@@ -328,7 +328,8 @@ _KINDS = {
     PICTURES.name: ("image_processor", "image processor"),
     SOUNDS.name: ("feature_extractor", "feature extractor"),
 }
-"""For each task, a multi-part processor's attribute for the part, and its name in messages."""
+"""For each task, a multi-part processor's attribute for pictures or sounds, and the part's name in messages.
+"""
 
 
 def own_folder(job: Job) -> Path | None:

@@ -28,10 +28,10 @@ class Sound(NamedTuple):
     """A decoded sound of one channel."""
 
     samples: np.ndarray
-    """Samples in [-1, 1], (N) of fp32."""
+    """Samples in [-1, 1], (N,) of fp32."""
 
     rate: Any
-    """Samples per second: an integer, or the row's own value where no rate is required."""
+    """Samples per second: an integer, or the row's own value if no rate is required."""
 
 
 @final
@@ -43,7 +43,7 @@ class SoundPreprocessor:
     """The model's feature extractor of transformers."""
 
     shape: tuple[int, ...] | None
-    """The shape (M, F) that the job was planned for; None where lengths differ from sound to sound."""
+    """Shape (M, F) that the job was planned for; None if lengths differ from sound to sound."""
 
     @property
     def input_name(self) -> str:

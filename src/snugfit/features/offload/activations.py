@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from snugfit.step.host_link import Extent
 
 LEAST_BYTES = 1 << 20
-"""Smallest size in bytes of an offloaded storage (chosen). Up to this size CUDA's allocator uses blocks of 2
-MiB for all. Also, the host takes longer to launch a copy than most kernels."""
+"""Smallest size in bytes of a storage that is offloaded (chosen). Up to this size, CUDA's allocator places
+tensors in shared blocks of 2 MiB. Also, the host takes longer to launch a copy than most kernels.
+"""
 
 CHECKPOINTS = "torch.utils.checkpoint"
-"""Name of the module that saves the inputs of checkpoints."""
+"""Name of torch's module that saves the inputs of checkpoints."""
 
 
 class PendingCopy:
@@ -66,9 +67,9 @@ class OffloadedStorage:
         self.base: torch.Tensor | None = base
         self.dtype, self.version = base.dtype, base._version
         self.extent: Extent | None = None
-        """Memory on the host; None before the first copy."""
+        """Host memory that holds the copy; None before the first copy."""
         self.pending: PendingCopy | None = None
-        """The copy to the device that created `base`; None without one."""
+        """Copy to the device that created `base` and may be running; None without one."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor on the device, to be read by later launches."""
@@ -91,11 +92,11 @@ class Region:
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
-        """Regions to fetch when the backward pass reaches this one."""
+        """Regions to copy back to the device when the backward pass reaches this one."""
         # Weak references: autograd alone decides how long a storage is needed.
         self.members: dict[int, weakref.ref[OffloadedStorage]] = {}  # by identity
         self.sent: Any = None
-        """Event to await before the region's storages may leave the device."""
+        """Event after which the region's storages are on the host, so that device memory can be freed."""
 
     def alive(self) -> list[OffloadedStorage]:
         """Return the storages of this group that autograd still needs."""
@@ -131,9 +132,9 @@ class KeptTensor:
     def __init__(self, tensor: torch.Tensor, before: tuple[Region, ...] = ()) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.before = before
-        """Regions to fetch when this tensor is used."""
+        """Regions to copy back to the device when this tensor is used."""
         self.saved: SavedTensor | None = None
-        """Record of the offloaded tensor that replaces it, once it is to be offloaded."""
+        """Record of the offloaded tensor that replaces this one; None while it stays on the device."""
 
 
 class Window:

@@ -28,7 +28,7 @@ OTHERWISE = (
     "snugfit's own GaLore is meant. galore-torch, which TrainingArguments run, keeps all singular vectors of "
     "weights in fp32 and so takes more memory than is predicted, and its checkpoints do not resume"
 )
-"""Note on the difference to the GaLore that `TrainingArguments` run."""
+"""Difference between snugfit's GaLore and the one that `TrainingArguments` run."""
 
 
 @dataclass(frozen=True, kw_only=True)

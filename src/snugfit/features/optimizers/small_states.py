@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 STEPS = "snugfit.features.optimizers.updates.bitsandbytes_states"
 
 LION: Mapping[str, Any] = {"betas": [0.9, 0.99]}
-"""Arguments of each Lion's constructor."""
+"""Arguments of the constructor of each Lion optimizer."""
 
 LION_RATE = "it needs a third to a tenth of AdamW's learning rate, so no plan exchanges them by itself"
-"""Reason why no plan chooses a Lion: the job's learning rate suits AdamW."""
+"""Reason why no plan chooses Lion: the job's learning rate is for AdamW."""
 
 
 def bitsandbytes_wish(

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 REPORT_WIDTH = 120
-"""Columns of the text report on a page."""
+"""Width of the text report on a page, in characters."""
 
 MOST_ROWS, MOST_CHARTS = 60, 4
-"""Largest number of rows of a table, and of charts in the picture, in a notebook's cell."""
+"""Largest number of table rows, and of charts in the picture, in a notebook's cell."""
 
 
 def document(parts: PageParts, *, command: str, versions: Mapping[str, str], when: datetime) -> str:

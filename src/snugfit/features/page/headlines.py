@@ -23,7 +23,7 @@ from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.units import show_bytes, show_seconds
 
 EXACT = 0.005
-"""Relative error below which a prediction and its measurement agree."""
+"""Relative error below which a prediction counts as equal to its measurement."""
 
 
 class Headline(NamedTuple):

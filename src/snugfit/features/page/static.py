@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, MARGIN = 8.75, 0.2
-"""Width of the figure, and of the margin around it, in inches."""
+"""Width of the figure and of its margin, in inches."""
 
 LINE, LETTER = 0.19, 0.076
-"""Height of a line of words and width of a letter, both a little above their means, in inches."""
+"""Height of a text line and width of a letter in inches, both a little above their means."""
 
 SIZE, SMALL, LARGE = 9, 8, 12
 """Font sizes in points."""
@@ -39,7 +39,7 @@ COARSE = 120
 """Largest number of positions of a curve in a notebook's picture."""
 
 APART = 0.02
-"""Smallest distance between two points, as a share of the picture, at which both get a number."""
+"""Smallest distance between two points, as a share of the picture, at which both are numbered."""
 
 
 class PlotBlock(NamedTuple):
@@ -49,9 +49,9 @@ class PlotBlock(NamedTuple):
     draw: Callable[[Axes], None]
     left: float = 0.0
     above: float = 0.0
-    """Height for a title above the drawing area."""
+    """Height above the drawing area for a title, in inches."""
     below: float = 0.0
-    """Height for the names below an axis."""
+    """Height below the drawing area for the names on an axis, in inches."""
 
 
 def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool = False) -> bytes:

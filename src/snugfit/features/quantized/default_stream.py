@@ -14,7 +14,7 @@ from typing import Any
 from snugfit.rehearsal.device.autocast import overriding
 
 OPERATORS = ("quantize_4bit", "quantize_blockwise")
-"""Operators of bitsandbytes whose kernels run on the default stream."""
+"""Operators of bitsandbytes whose kernels run on the default stream, not on the current one."""
 
 
 @contextlib.contextmanager

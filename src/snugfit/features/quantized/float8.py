@@ -126,7 +126,7 @@ def put_back(model: torch.nn.Module) -> None:
 
 
 _BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
-"""The original layer of each converted layer."""
+"""The original linear layer of each converted one."""
 
 
 def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CHOICE = "_gemm_4bit_use_custom_cuda"
 _LEAST_ROWS, _MOST_ROWS = "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m"
 _NESTED_BLOCK = 256
-"""Number of scales that share one scale of their own."""
+"""Number of scales that share a scale, if scales are quantized too."""
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 SPREAD = 0.02
-"""Standard deviation of random weights where a config names none (`initializer_range`)."""
+"""Standard deviation of random weights if the config has none (`initializer_range`)."""
 
 HEADS = ("classifier", "score")
-"""Names of the heads of classification models in transformers."""
+"""Attribute names of the output heads of transformers' classification models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class QuantizedConstruction(Construction):
     """Builds a model whose linear layers are quantized, to NF4 in blocks of 64 or to 8-bit integers."""
 
     bits: int
-    """Bits of a weight: 4 or 8."""
+    """Number of bits of a weight: 4 or 8."""
 
     double: bool
-    """True quantizes the blocks' scales too."""
+    """True if the scales of blocks are quantized too."""
 
     def config(self, model: Any) -> Any:
         """Return the `BitsAndBytesConfig` of transformers that quantizes this model.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
-"""transformers' auto classes of models that generate text, those with an encoder of images first."""
+"""transformers' auto classes of models that generate text. Those with an image encoder come first."""
 
 
 @lru_cache(maxsize=32)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 SUFFIXES = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
-"""Factors of a number of tokens by its suffix."""
+"""Factors of a number of tokens, by the suffix of the option's value."""
 
 SERVER = "The server"
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from snugfit.errors import UsageError, escape_controls
 
 COMMANDS = ("predict", "gpus")
-"""Commands that have the phase."""
+"""Commands of snugfit that have the phase `serve`."""
 
 
 def as_serve(words: Sequence[str]) -> Sequence[str]:

@@ -16,7 +16,7 @@ from snugfit.features.serving.weights import weight_bytes
 from snugfit.units import GIB, show_bytes
 
 LEAST_MEMORY = GIB
-"""Smallest memory in bytes of a GPU for which there are predictions."""
+"""Smallest GPU memory in bytes for which predictions are made."""
 
 
 def predict_serving(request: ServingRequest) -> ServingAnswer:

@@ -23,9 +23,7 @@ from snugfit.job.model import Model
 from snugfit.units import GIB
 
 FIT_EVERY = 3
-"""Interval of the models, sorted by their names in lower case, by which constants are fitted; the others test
-them.
-"""
+"""Every third model, sorted by lower-case name, is used to fit constants. The others test them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class PublishedStart:
     row: Mapping[str, Any]
     model: Model
     fits: bool
-    """True if constants were fitted to its model."""
+    """True if the engine's constants were fitted to this model."""
 
     @property
     def configuration(self) -> tuple[Any, ...]:

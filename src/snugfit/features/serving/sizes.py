@@ -13,14 +13,17 @@ from snugfit.job.model import Model
 ATTENTION = ("full_attention", "attention", "hybrid")
 SLIDING = ("sliding_attention", "chunked_attention")
 STATEFUL = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
-"""Names of kinds of layers in `layer_types` of transformers. Another kind, such as `mlp`, has no cache."""
+"""Parts of the names in transformers' `layer_types` of layers with a state. Other kinds, such as `mlp`, have
+no cache.
+"""
 
 DEFAULT_LENGTH = 2048
-"""Tokens of a sequence in vLLM and sglang for a config without positions (vllm 0.19,
-`_get_and_verify_max_len` of `config/model.py`; sglang 0.5.9, `get_context_length`)."""
+"""Default sequence length in tokens in vLLM and sglang for a config without positions (vllm 0.19,
+`_get_and_verify_max_len` of `config/model.py`; sglang 0.5.9, `get_context_length`).
+"""
 
 FAST_LENGTHS = ("linear", "dynamic")
-"""Types of rotary scaling of which `max_position_embeddings` is the length before scaling."""
+"""Types of rotary scaling for which `max_position_embeddings` is the length before scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +31,15 @@ class LayerCache:
     """Elements in one layer's key-value cache on one rank. Their bytes follow from the cache's dtype."""
 
     token_numbers: int = 0
-    """Numbers per token: keys and values, or the latent vector of MLA. 0 for a layer with a state only."""
+    """Cached elements per token: keys and values, or MLA's latent vector; 0 for a layer with a state only."""
 
     window: int | None = None
-    """Tokens to which attention is limited; None without a limit."""
+    """Number of tokens that the layer attends to (sliding window); None for all."""
 
     state_numbers: int = 0
-    """Numbers per sequence, independent of its length: states of Mamba, convolutions, linear attention."""
+    """Cached elements per sequence, independent of its length: states of Mamba, convolutions or linear
+    attention.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,37 +50,38 @@ class ModelSizes:
     """Width of the hidden states."""
 
     vocabulary: int
-    """Columns of the logits."""
+    """Number of words in the vocabulary, the width of the logits."""
 
     intermediate: int
     """Width of the largest dense MLP, before it is divided over ranks."""
 
     heads: int
-    """Heads of queries over all ranks; 0 for a model without attention."""
+    """Number of query heads over all ranks; 0 for a model without attention."""
 
     key_heads: int
-    """Heads of keys over all ranks; 0 for MLA and for a model without attention."""
+    """Number of key heads over all ranks; 0 for MLA and for a model without attention."""
 
     longest: int | None
-    """Largest number of tokens of a sequence by the config; None without a limit."""
+    """Largest sequence length in tokens by the config; None without a limit."""
 
     experts_per_token: int
-    """Experts that compute a token; 0 without experts."""
+    """Number of experts that compute each token; 0 without experts."""
 
     expert_width: int
     """Width of one expert's MLP, before it is divided over ranks."""
 
     multimodal: bool
-    """True if the model has an encoder of images or sound."""
+    """True if the model has an encoder for images or sound."""
 
     position_numbers: int
-    """Numbers in the tables of rotary positions, which an engine computes at its start."""
+    """Number of elements in the tables of rotary positions, which an engine computes at its start."""
 
     absorbed_numbers: int
-    """Numbers in the second copies of MLA's projections, which an engine derives from the weights."""
+    """Number of elements in the second copies of MLA's projections, which an engine derives from the weights.
+    """
 
     layers: tuple[LayerCache, ...]
-    """The layers that have a cache."""
+    """Cache sizes of the layers that have a cache."""
 
 
 def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:

@@ -36,8 +36,9 @@ _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
 
 
 CENSUSES_BEFORE = 4
-"""The driver's utilization covers up to a second before. Values of earlier censuses would include the time
-before the block."""
+"""Number of first readings of the driver's utilization that are ignored. A reading covers up to the last
+second, which may include time before the block.
+"""
 
 
 class _Utilization:
@@ -47,7 +48,7 @@ class _Utilization:
         self._card, self._censuses = card, 0
         self.shares: list[float] = []
         self.fault: str | None = "the block was shorter than a second"
-        """Reason why `shares` is empty."""
+        """Reason why no utilization was read; None if it was."""
 
     def read(self) -> None:
         """Record the GPU utilization once; the sampler calls it after counting the GPU's processes."""
@@ -96,7 +97,7 @@ class Watch:
         self._result, self._gpus, self._library = WatchResult(samples), gpus, library
         self._open = ExitStack()
         self._watched: dict[int, _SampledCard | str] = {}
-        """Sampled GPUs by CUDA index; a text is the reason why a GPU is not sampled."""
+        """Sampled GPUs by CUDA index. A string is the reason why a GPU is not sampled."""
         self._retries: dict[int, int] = {}
 
     def __enter__(self) -> WatchResult:

@@ -49,16 +49,17 @@ __all__ = (
     "with_ways_out",
     "with_ways_out_of_plan",
 )
-"""Functions that the core calls."""
+"""Functions of this feature that the core calls."""
 
 ON_GPU = "oom:"
-"""Prefix of causes that mean the memory of a GPU, as messages contain it."""
+"""Prefix of recorded causes of a failure that mean exhausted GPU memory."""
 
 LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
 
 LESS = 0.9
-"""Memory limit of the changes, as a share of the predicted need, if the step was predicted to fit but did
-not."""
+"""Memory limit for suggested changes, as a share of the predicted need. It applies if a step that was
+predicted to fit did not fit.
+"""
 
 # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -233,13 +234,13 @@ def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
 
 
 MANY = 3
-"""Number of changes from which no further command is suggested."""
+"""Number of suggested changes from which no further command is suggested."""
 
 NO_SLOWDOWN = 0.0005
-"""Share of a step below which a slowdown is not shown."""
+"""Relative slowdown of a step below which it is not shown."""
 
 FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another algorithm"}
-"""Words for the fidelity of a change."""
+"""Description of each fidelity (agreement with the unchanged training) of a suggested change."""
 
 
 def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:

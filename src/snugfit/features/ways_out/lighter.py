@@ -38,34 +38,34 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 LEAST_SAVING = 0.002
-"""Smallest share of a recipe's bytes that a technique must save to be tried (chosen)."""
+"""Smallest share of a recipe's memory that a technique must save to be tried (chosen)."""
 
 PER_SLOT = 3
-"""Number of techniques of a slot that are tried in pairs with others: the fastest, the smallest, and one
-between."""
+"""Number of techniques of each slot that are tried in pairs: the fastest, the smallest, and one between."""
 
 PAIRS = 24
-"""Number of pairs of techniques that are screened, the least estimated seconds first."""
+"""Number of pairs of techniques that are screened, those with the least estimated seconds first."""
 
 EVALUATED = 8
-"""Number of recipes that each stage of the search evaluates exactly."""
+"""Number of recipes that each stage of the search simulates exactly."""
 
 SLACK = 0.15
-"""Share of the memory by which the estimate for a pair may exceed it. Savings of two techniques do not add
-up."""
+"""Share by which the estimated memory of a pair may exceed the limit. The savings of two techniques do not
+add up exactly.
+"""
 
 GUESSES = 3
-"""Number of settings of one technique that are evaluated to find the smallest that fits."""
+"""Number of settings of one technique that are simulated to find the mildest one that fits."""
 
 LIKELY_LOSS = 0.3
-"""Assumed fraction of the allocator's fragmentation in similar recipes that a recipe has too (chosen).
-
-Similar recipes are evaluated ones with one of its techniques.
+"""Assumed ratio of a recipe's fragmentation to the largest one of similar recipes (chosen). Similar recipes
+were simulated and share one of its techniques.
 """
 
 SLOW_RECOMPUTATION = 0.1
-"""Share of a step's seconds above which a recomputation of layers is replaced by that of the fewest that fit
-(chosen)."""
+"""Share of a step's seconds that recomputation may take (chosen). Above it, only as many layers are
+recomputed as needed to fit.
+"""
 
 WORTHWHILE = 0.01
 """Smallest share of a step's seconds that recomputing fewer layers must save to be tried (chosen)."""
@@ -168,7 +168,7 @@ class LighterRecipes:
         # Another allocator alone may suffice, and its recipes share the trace of the base.
         self.costs.judge([[base, *(one.recipe for one in allocators if one.recipe != base)]])
         self._solved: set[Slot] = set()
-        """Slots for which the search has found a single technique that fits."""
+        """Slots (choices of a recipe) in which one changed technique alone makes the step fit."""
 
     def slots(self, recipe: Recipe) -> tuple[Slot, ...]:
         """Return the slots (choices of the recipe, such as the optimizer) in which a recipe differs from the

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 OFFERED = 3
-"""Number of changes that the answer contains."""
+"""Number of changes that a result suggests."""
 
 ENOUGH = 16
-"""Number of evaluated recipes after which no further changes are searched, if some were found (chosen)."""
+"""Number of simulated recipes after which the search ends if some fit (chosen)."""
 
 LARGER_GPUS = 8
 """Greatest number of larger GPUs on which the step is predicted."""

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
 """GPU memory that NCCL and DeepSpeed's engine add in one process, in bytes by NVML, by ZeRO stage. Source:
 558 to 563 MiB in four runs under zero2, and 950 and 951 MiB in two under zero3. Each ran on one H200 (torch
-2.11, DeepSpeed 0.19.8, 2026-11-24); one on an H100 had 956.""
+2.11, DeepSpeed 0.19.8, 2026-11-24); one on an H100 had 956.
 """
 
 BUILT_WITHIN = 570 * MIB
 """These bytes for a model under ZeRO stage 3 that is built within `zero.Init`, as by accelerate and the
-Trainer. Source: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).""
+Trainer. Source: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).
 """
 
 

@@ -47,7 +47,7 @@ WITH_SUMS = 1.5
 """Greatest ratio of a step's memory with several micro-batches to that with one of the same size.
 
 Gradients exist next to all activations. In the update without optimizer states, gradients take at most half
-of the remaining bytes. ""
+of the remaining bytes.
 """
 
 PACE = 0.97

@@ -48,8 +48,8 @@ from snugfit.techniques.technique import Fidelity, Slot
 
 GAIN = 0.75
 """Greatest ratio of a mesh's step time to that of data parallelism alone at which the mesh is preferred
-(chosen). Of five mesh steps on two H100s, used for no fit, one took 41 % longer than predicted, the rest 3 %
-less to 14 % longer.""
+(chosen). In five mesh steps on two H100s, used for no fit, one took 41 % longer than predicted. The rest took
+3 % less to 14 % longer.
 """
 
 

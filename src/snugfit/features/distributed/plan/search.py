@@ -424,7 +424,7 @@ distinguish them.
 
 HOST_MATTERS = 0.75
 """Share of a step's seconds in which the host works, below which this work is ignored (chosen). A host with
-this share does not bound the step, even if it takes a third longer than predicted. ""
+this share does not bound the step, even if it takes a third longer than predicted.
 """
 
 HOST_ALIKE = 0.05

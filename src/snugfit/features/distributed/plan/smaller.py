@@ -38,7 +38,7 @@ from snugfit.techniques.technique import Slot
 
 ENOUGH = 1.1
 """Factor on the predicted seconds of the recipe that ran out of memory (chosen). A recipe within it is
-accepted without a search for faster ones. Such a search costs as much as some hundred steps gain.""
+accepted without a search for faster ones. Such a search costs as much as some hundred steps gain.
 """
 
 MOST_IN_FULL = 3

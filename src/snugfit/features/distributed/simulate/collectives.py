@@ -38,7 +38,7 @@ WAITS = frozenset(sync_ops)
 ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Functional all-to-all operators.
 
-Arguments are the tensor, the sizes of received and of sent parts, and the group. ""
+Arguments are the tensor, the sizes of received and of sent parts, and the group.
 """
 
 

@@ -95,7 +95,7 @@ class RankRecorder(Recorder):
         """Number of ranks over which the experts of a layer are sharded.
 
         Each rank has the rows of all tokens, but its matrix products skip those for experts of other ranks.
-        The remaining rows are assumed to be an even part. ""
+        The remaining rows are assumed to be an even part.
         """
         self.in_stages = False
         """True if the rank runs pipeline stages. The trace then marks the start of each pass."""

@@ -37,7 +37,7 @@ HALVES = ("bfloat16", "float16")
 
 ALIGNED = 32
 """Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention kernel
-for fp32. Parts whose length is no multiple of this cannot be merged.""
+for fp32. Parts whose length is no multiple of this cannot be merged.
 """
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")

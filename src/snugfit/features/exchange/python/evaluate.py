@@ -36,14 +36,13 @@ from snugfit.features.exchange.python.values import (
 )
 
 MOST_STATEMENTS = 200_000
-"""Largest number of statements of one script that are evaluated. Generated code may call functions without
-end."""
+"""Largest number of evaluated statements of one script. Generated code may call functions without end."""
 
 DEEPEST = 12
-"""Largest depth of nested calls of the script's own functions."""
+"""Largest depth of nested calls of functions that the script defines."""
 
 LARGEST = 10**15
-"""Largest number, and longest text, that arithmetic in a script may produce."""
+"""Largest number, and longest text in characters, that arithmetic in a script may produce."""
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -60,11 +59,12 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 _TEXT_METHODS = ("split", "strip", "lower", "upper", "removeprefix", "removesuffix", "startswith", "endswith")
-"""Methods of texts that are called if the text is known."""
+"""String methods that are evaluated if the string is known."""
 
 USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
-"""Names that are assumed to mean a model, trainer and the like, in an excerpt that does not create them and
-in functions' parameters."""
+"""Variable names that are assumed to mean a model, trainer and the like. This applies to function parameters
+and to script excerpts that do not create the object.
+"""
 
 _OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
 """Functions of torch, unsloth and transformers that return True on a GPU with bfloat16."""
@@ -76,7 +76,7 @@ PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _NAMES_A_MODEL = re.compile(r"model.*(?:name|path|id)|^model$")
 
 CHOSEN = "[if "
-"""Prefix of the names of values that represent only some elements of an object, by a condition."""
+"""Prefix of the name of a value that represents some elements of an object, selected by a condition."""
 
 
 class _Return(Exception):
@@ -95,17 +95,18 @@ class Evaluation:
     """
 
     calls: list[ForeignCall] = field(default_factory=list)
-    """Calls of functions of other libraries, and of objects' methods."""
+    """Recorded calls of functions of other libraries, and of methods of objects."""
     assignments: list[Assignment] = field(default_factory=list)
-    """Assignments to attributes and elements of objects."""
+    """Recorded assignments to attributes and elements of objects."""
     globals: Environment = field(default_factory=dict)
-    """Values of the module's names at its end."""
+    """Values of the module's global variables at the end of the script."""
     events: list[ForeignCall | Assignment] = field(default_factory=list)
-    """Calls and assignments in one order."""
+    """Recorded calls and assignments, in the order of their execution."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of options and of environment variables that were used, by `--option` or `$VARIABLE`."""
+    """Used defaults of command-line options and environment variables, by `--option` or `$VARIABLE`."""
     divisions: list[tuple[Member, int]] = field(default_factory=list)
-    """Parts of objects that the script divides by a number."""
+    """Recorded divisions of an object's attribute by a number, such as of a loss by the accumulation steps.
+    """
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:

@@ -18,7 +18,7 @@ from snugfit.features.exchange.python.objects import MODEL, kind_of
 from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name, replace_names
 
 MOST_LAYERS = 1000
-"""Largest layer number in a slice."""
+"""Largest layer number that a slice of layers in a script may contain."""
 
 _LISTS = ("parameters", "named_parameters", "children", "named_children", "modules", "named_modules")
 _LOOPS = (ast.GeneratorExp, ast.ListComp)
@@ -34,11 +34,11 @@ class FrozenParts:
     freezes: list[str] = field(default_factory=list)
     trains: list[str] = field(default_factory=list)
     whole: list[tuple[int, str]] = field(default_factory=list)
-    """Line and text of the statement by which the whole model froze first; empty without one."""
+    """Line and text of the first statement that freezes the whole model; empty without one."""
     beside: list[str] = field(default_factory=list)
-    """Patterns of all parameters outside of the layers of which only the last ones train."""
+    """Name patterns of all parameters outside of the layers, if only the last layers train."""
     last: int = 0
-    """Number of the last layers that train."""
+    """Number of the model's last layers that train; 0 without such a selection."""
 
     def add(self, event: ForeignCall | Assignment, trains: bool) -> bool:
         """Record a statement that freezes or trains a part of the model. Return False if the part is unknown,

@@ -55,17 +55,19 @@ from snugfit.features.exchange.python.values import (
 from snugfit.job.architectures import heads
 
 WIDENS = "prepare_model_for_kbit_training"
-"""peft's function that casts unquantized weights to float32, and checkpoints layers unless switched off."""
+"""Name of peft's function that casts unquantized weights to float32. It also checkpoints layers unless
+switched off.
+"""
 
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
-"""Classes whose arguments are read if another argument is such an object."""
+"""Classes whose constructor arguments are read if another argument is an object of the class."""
 
 IN_PYTHON = (
     "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
 )
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
-"""Libraries with their own models, which are refused."""
+"""Libraries with models of their own, which snugfit refuses."""
 
 
 @dataclass
@@ -73,14 +75,14 @@ class Script:
     """The training arguments and the job's settings that follow from a user's training script."""
 
     dialect: str
-    """`trainer`, `sft`, `accelerate` or `loop`."""
+    """Kind of the script: `trainer`, `sft`, `accelerate` or `loop`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     unread: list[tuple[int, str]] = field(default_factory=list)
-    """Line and text of statements that may change the answer and were not read."""
+    """Line and text of statements that may affect the prediction and were not read."""
     refused: list[tuple[int, str, str]] = field(default_factory=list)
-    """Line, text and reason of statements that change the answer and are not predicted."""
+    """Line, text and reason of statements that affect the run and are not predicted."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of the script's options that were used."""
+    """Defaults of the script's command-line options that were used."""
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
@@ -731,17 +733,17 @@ _METHODS: Mapping[str, str] = {
     "half": "_cast", "bfloat16": "_cast", "float": "_cast", "to": "_cast",
     "resize_token_embeddings": "_resize", "compile": "_of_compile",
 }  # fmt: skip
-"""Names of the methods here that read a model's methods, by method."""
+"""Names of this class's methods that interpret a call, by the called method of a model."""
 
 _FUNCTIONS: Mapping[str, str] = {
     "LoraConfig": "_of_lora", WIDENS: "_of_widening", "prepare_model_for_int8_training": "_of_widening",
     "set_float32_matmul_precision": "_of_precision", "clip_grad_norm_": "_of_clip",
     "compile": "_of_compile", "convert_to_float8_training": "_of_float8", "autocast": "_of_autocast",
 }  # fmt: skip
-"""Names of the methods here that read functions, and methods of a model's parts, by function."""
+"""Names of this class's methods that interpret a call, by the called function or method of a model's part."""
 
 _SHORT = {"half": "float16", "float": "float32"}
-"""torch's short names of dtypes, and of a model's methods that cast to them."""
+"""Full dtype names by torch's short ones, which are also methods of a model that cast."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -25,7 +25,7 @@ LIGER = "AutoLigerKernelForCausalLM"
 LOADERS = ("from_pretrained", "from_config", "_from_config")
 
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
-"""Trainers whose step is that of transformers' Trainer."""
+"""Trainer classes whose training step is that of transformers' Trainer."""
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 

@@ -43,19 +43,20 @@ METADATA = frozenset({
     "is_floating_point", "is_complex", "is_contiguous", "element_size", "itemsize", "nbytes", "get_device",
     "__len__",
 })  # fmt: skip
-"""Names of tensor attributes and methods that need no data."""
+"""Names of tensor attributes and methods that work on a tensor without data."""
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 OF_EACH_NUMBER = frozenset({
     *CASTS, "to", "tanh", "contiguous", "neg", "mul", "div", "true_divide", "add", "sub",
     "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__",
 })  # fmt: skip
-"""Names of elementwise operations, as torch's functions and operators."""
+"""Names of elementwise operations that are recorded on deferred logits, as torch's functions and operators.
+"""
 
 ARRANGING = frozenset({"view", "reshape"})
 
 CASTING = frozenset({*CASTS, "to", "contiguous"})
-"""Names of operations that change at most the dtype."""
+"""Names of operations on logits that change only their dtype, or nothing."""
 
 
 class LogitsComputedWhole(UserWarning):
@@ -68,7 +69,7 @@ class Head(NamedTuple):
     weight: torch.Tensor  # (V, H)
     bias: torch.Tensor | None  # (V,)
     tokens: int
-    """Number of tokens in a chunk."""
+    """Number of tokens whose logits exist at a time."""
     dtype: torch.dtype
     """Dtype of the head's matrix product."""
     kernel: LossKernel | None = None
@@ -84,7 +85,7 @@ class DeferredLogits(torch.Tensor):
     functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     whole: torch.Tensor | None
     only_cast: bool
-    """True if the recorded functions change at most the dtype."""
+    """True if the recorded functions change only the dtype of logits, or nothing."""
 
     @staticmethod
     def __new__(

@@ -13,14 +13,14 @@ from snugfit.features.kernels.operations.philox import scale, threshold
 from snugfit.features.kernels.operations.projections import Projections
 
 _LORA = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
-"""Module and name of peft's classes of a linear layer with LoRA adapters."""
+"""Module and name of peft's classes for linear layers with LoRA adapters."""
 
 _FOUR_BITS = "bitsandbytes.nn.modules", "Linear4bit"
-"""Module and name of bitsandbytes' class of a linear layer in 4 bits."""
+"""Module and name of bitsandbytes' class for 4-bit linear layers."""
 
 
 VARIANTS = {"DoraLinearVariant": "DoRA"}
-"""Names of variants of LoRA by their classes in peft."""
+"""Names of LoRA's variants in messages, by their class names in peft."""
 
 
 def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Projections | None:

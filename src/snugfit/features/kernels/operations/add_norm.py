@@ -21,7 +21,7 @@ from snugfit.features.kernels.operations.philox import keep_mask, scale, thresho
 from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
-"""Number of elements in a tile of the backward kernel (chosen)."""
+"""Number of elements that one program of the backward kernel processes at a time (chosen)."""
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
@@ -43,13 +43,13 @@ class AddNormSettings(NamedTuple):
 
     eps: float
     drops: int = 0
-    """Number of 16-bit draws, of 65,536, that drop an element."""
+    """Number of the 65,536 equally likely draws with which dropout drops an element."""
     site: int = 0
     drops_last: bool = False
     gives_sum: bool = False
     gives_stream: bool = False
     dtype: torch.dtype = torch.float32
-    """Dtype of the result and of the sum."""
+    """Dtype of the normed result and of the sum."""
 
 
 def add_norm(
@@ -96,7 +96,7 @@ class NeededGradients(NamedTuple):
     x_dtype: torch.dtype
     has_bias: bool
     has_sums: bool
-    """True if the norm's weights or the bias train."""
+    """True if the norm's weights or the bias are trained, so that column sums are needed."""
 
 
 class AddNorm(torch.autograd.Function):

@@ -14,10 +14,10 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Largest number of columns of a program: with 512 its backward kernel took longer (dev/log.md)."""
+"""Largest number of columns in one kernel program. With 512, the backward kernel took longer (dev/log.md)."""
 
 BLOCK_ROWS = 2
-"""Number of rows in a tile (chosen)."""
+"""Number of rows that a kernel program processes at a time (chosen)."""
 
 bias_gelu_forward = define(
     "bias_gelu_forward(Tensor x, Tensor bias, bool by_tanh, *, Tensor(a!) y) -> ()", "bias_gelu"

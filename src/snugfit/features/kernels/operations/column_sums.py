@@ -11,8 +11,9 @@ import torch
 from snugfit.features.kernels.operations.operators import define
 
 PARTIALS = 256
-"""Largest number of programs that share the rows (chosen: about two for each multiprocessor of a Hopper
-GPU)."""
+"""Largest number of kernel programs that the rows are divided among (chosen: about two for each
+multiprocessor of a Hopper GPU).
+"""
 
 column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "column_sums")
 

@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.projections import JointProduct, Layout
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
-"""Name of the attribute that makes a module recompute its product of gate and up."""
+"""Name of a module's attribute; True makes it recompute the product of gate and up in the backward pass."""
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(

@@ -15,10 +15,10 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Largest number of columns of a program (chosen)."""
+"""Largest number of columns in one kernel program (chosen)."""
 
 BLOCK_ROWS = 4
-"""Number of rows in a tile (chosen)."""
+"""Number of rows that a kernel program processes at a time (chosen)."""
 
 copy_slopes = define(
     "copy_slopes(Tensor first, Tensor second, Tensor third, *, Tensor(a!) joint, Tensor(b!)? partials) -> ()",

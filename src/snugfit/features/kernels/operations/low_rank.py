@@ -37,7 +37,9 @@ class Adapter(NamedTuple):
     up: torch.Tensor  # (N, r), peft's B
     scale: float
     drops: int = 0
-    """Number of 65,536 draws that drop an element of x; the scale of the remaining ones is in `scale`."""
+    """Number of the 65,536 equally likely draws with which dropout drops an element of x. The factor of the
+    kept elements is part of `scale`.
+    """
 
 
 class AdapterSpan(NamedTuple):

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 LEVELS = 1 << 16
-"""Number of distinct dropout probabilities."""
+"""Number of equally likely draws; dropout probabilities are multiples of 1 / 65,536."""
 
 # A draw has 128 bits: 16 for each of eight neighbours.
 GROUP = 8
-"""Number of adjacent elements of a row that share one draw."""
+"""Number of adjacent elements of a row that share one 128-bit random number."""
 
 _ROUNDS = 10
 # Constants of Philox-4x32 (Salmon et al., SC 2011).

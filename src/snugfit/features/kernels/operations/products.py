@@ -12,7 +12,7 @@ from snugfit.features.kernels.operations.operators import has_kernel
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-"""Modes in which `torch.utils.checkpoint` stores results of operators and reuses them."""
+"""Class names of the modes in which selective checkpointing stores and reuses results of operators."""
 
 
 def results_are_kept() -> bool:

@@ -24,12 +24,12 @@ class Layout(NamedTuple):
     """Sizes and numbers of the parts of `Projections.tensors`."""
 
     sizes: tuple[int, ...]
-    """Numbers of columns of the results."""
+    """Number of columns of each layer's result in the joint product."""
     has_biases: bool
     spans: tuple[AdapterSpan, ...]
-    """Places of the adapters in the joint product."""
+    """Columns of the joint product that each LoRA adapter adds to, and the adapter's settings."""
     states: tuple[Any, ...] = ()
-    """bitsandbytes' `QuantState` of each weight if all have 4 bits."""
+    """bitsandbytes' `QuantState` of each weight if all weights have 4 bits; empty otherwise."""
 
     def separate(self, entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
@@ -73,7 +73,9 @@ class Projections(NamedTuple):
 
 
 Settings = tuple[Layout, Sequence[torch.dtype], int]
-"""Settings of a joint product: its layout, the dtypes of the tensors, and the parts of its adapters."""
+"""The type of a joint product's settings: its layout, the dtypes of its tensors, and the parts of its
+adapters.
+"""
 
 
 class JointProduct(NamedTuple):

@@ -19,11 +19,12 @@ from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
-"""Number of programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each
-writes a row of sums."""
+"""Number of kernel programs in a backward pass (chosen): four for each multiprocessor of an H100 or H200.
+Each writes one row of partial sums.
+"""
 
 _SOURCE = "normed_from"
-"""Name of a normed tensor's attribute with the `Source` that it was computed from."""
+"""Name of a normed tensor's attribute that holds the `Source` from which it can be computed again."""
 
 _RMS_NORM_AGAIN = define(
     "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",

@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
-"""Number of programs of a backward pass with norms (chosen): each writes a row of sums."""
+"""Number of kernel programs in a backward pass with norms (chosen). Each writes one row of partial sums."""
 
 _ROTATE = define(
     "rotate(Tensor(a!) product, Tensor cosines, Tensor sines, int length, int[] heads) -> ()", "rotary"
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
     queries: int
     keys: int
-    """Number of heads of keys, and of values."""
+    """Number of key heads, equal to the number of value heads."""
     width: int
 
 
@@ -56,11 +56,11 @@ class Norms(NamedTuple):
     keys: torch.Tensor  # (D,)
     eps: float
     from_one: bool
-    """True if the learned scale is added to 1."""
+    """True if the norm multiplies by one plus the learned scale, as in Gemma."""
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, (1 or B, S, D) each."""
+"""The type of rotary angles: cosines and sines, each (1 or B, S, D)."""
 
 
 def rotate(

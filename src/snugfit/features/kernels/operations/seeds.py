@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 HIGHEST = 1 << 62
-"""Exclusive upper bound of seeds (chosen: half of int64's range)."""
+"""Exclusive upper bound of random seeds (chosen: half of int64's range)."""
 
 CARRIED = "dropout_seed"
-"""Name of the attribute of an autograd node that holds the seed of its forward pass."""
+"""Name of an autograd node's attribute that holds the dropout seed of its forward pass."""
 
 
 class Seeds:

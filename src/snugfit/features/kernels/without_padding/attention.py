@@ -28,10 +28,10 @@ def register() -> None:
 
 
 WIDEST = 256
-"""Width of the widest head that the kernels support."""
+"""Largest head size that the kernels support."""
 
 WIDTH_IN = 8
-"""Divisor of the width of a supported head."""
+"""Supported head sizes are multiples of this number."""
 
 
 def attend(

@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     import torch
 
 OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-"""Endings of class names of models that compare logits with the label of the same token."""
+"""Endings of transformers' class names of models that compare logits with the label of the same token."""
 
 OF_THE_FIRST_TOKEN = "ForSequenceClassification"
-"""Ending of class names of encoders whose head reads only the first token of a sequence."""
+"""Ending of transformers' class names of encoders whose head reads only a sequence's first token."""
 
 COUNT = "sequence_count"
-"""Name of the argument with the number of a row's sequences that are not filling."""
+"""Argument for the number of a row's sequences that belong to the batch, without the filling."""
 
 LENGTHS = 16
-"""Largest number of distinct row lengths that are captured (chosen). More take longer to capture; fewer need
-more filling. On average filling is half of a step, 3 % of the longest."""
+"""Largest number of distinct row lengths for which steps are captured as CUDA graphs (chosen). More take
+longer to capture, and fewer need more filling. On average, filling is half of the distance between lengths, 3
+% of the longest.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class RowRules:
     """A model's requirements for batches without padding, such as its position ids and labels."""
 
     shifts: bool = False
-    """True if logits are compared with the label of the next token."""
+    """True if logits are compared with the label of the next token, as in causal language models."""
     pools_first: bool = False
-    """True if the head reads only the first token of each sequence, and labels are one a sequence."""
+    """True if the head reads only each sequence's first token, and each sequence has one label."""
     padding_token: int | None = None
-    """Number of the padding token, for models whose positions count from it."""
+    """Id of the padding token, for models that count positions from this id; None for others."""
 
     @classmethod
     def of(cls, model: Any) -> RowRules:
@@ -67,9 +69,9 @@ class Filling:
     """The few lengths to which rows of concatenated sequences are padded, so that few tensor shapes occur."""
 
     multiple: int
-    """Divisor of each row's length, in tokens."""
+    """Each row's length is a multiple of this number of tokens."""
     longest: int
-    """Tokens of the longest possible sequence; if it is unknown, a batch may have longer ones."""
+    """Number of tokens in the longest possible sequence. If that is unknown, a batch may have longer ones."""
 
     def step(self, samples: int) -> int:
         """Return the number of tokens between two adjacent allowed row lengths for `samples` samples."""

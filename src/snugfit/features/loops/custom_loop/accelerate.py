@@ -298,7 +298,7 @@ class NoSchedule:
 
 
 WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-"""Class names of wrappers that train a model on several devices, such as DDP."""
+"""Class names of wrappers that train a model on several devices."""
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:

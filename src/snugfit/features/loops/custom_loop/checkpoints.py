@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DATA_POSITION = "hand.json"
 NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
-"""Entries of a run's description that are not compared as a whole, but by their parts."""
+"""Entries of a run's description whose parts are compared one by one on resuming."""
 
 CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are renamed."
 
@@ -58,7 +58,7 @@ class RunFolder:
         # The stack closes in reverse order: the lock's file is removed while the lock is still held.
         self._open.callback(self._remove_unused)
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
-        """Signals and the trigger file."""
+        """Stop signals, and the trigger file that requests a checkpoint."""
 
     def close(self) -> None:
         """Unlock the output folder. Remove it if it was created for this run and contains no files."""
@@ -98,7 +98,7 @@ class RunCheckpoints:
         self._manager.prepare(state)
         self._begun = self._closed = False
         self.repeated_loss: float | None = None
-        """Loss of the step before a resume, if that step is to be repeated."""
+        """Loss of the last step before the resume, if that step is repeated; None otherwise."""
 
     def begin(self) -> None:
         """Rename earlier checkpoints in the folder, unless the run was resumed from one of them."""

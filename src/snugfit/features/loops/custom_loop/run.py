@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 MOST_SKIPPED = 50
-"""Largest number of steps in a row that a gradient scaler may skip, as in the other front-ends."""
+"""Largest number of successive steps that a gradient scaler may skip, as in the other training loops."""
 
 
 def _close(run: weakref.ref[HandRun]) -> None:
@@ -380,17 +380,17 @@ class HandRun:
 
 
 TENSORS, NUMBERS = 8, 64
-"""Number of a model's tensors that are compared, and of values in each (chosen). An average, a merge or other
-weights change all or most tensors, and so few values take no time."""
+"""Numbers of compared tensors of a model, and of compared values in each (chosen). A moving average, a merge
+or other weights change all or most tensors. Reading these few values takes almost no time.
+"""
 
 
 class Stopped(SystemExit):
     """Exit between two steps, after a signal and a saved checkpoint. The exit status `code` is 75 or 130."""
 
     repeats_step = False
-    """True if the resumed run yields the last step again, because the code after it was abandoned.
-
-    State that the loop saves itself, such as an average of the weights, must then date from before that step.
+    """True if the resumed run yields the last step's batch again, because the code after that step did not
+    finish. State that the loop saves itself must then be from before that step.
     """
 
 

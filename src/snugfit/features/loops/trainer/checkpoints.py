@@ -85,7 +85,7 @@ CURE = (
 
 
 SHARDING = "sharding"
-"""Key of a checkpoint's entry about the sharding of the model over processes."""
+"""Entry of a checkpoint that describes the sharding of the model over processes."""
 
 
 def train_state_of(trainer: Any) -> TrainState:
@@ -119,10 +119,10 @@ class TrainerCheckpoints:
         self._trainer, self.interrupts, self._journal = trainer, interrupts, journal
         self._ranks = ranks
         self.state = StateFiles(trainer, data, ranks)
-        """State besides weights and optimizer."""
+        """Object that saves and restores all state besides weights and optimizer."""
         self._store, self.root = store, store.root
         self.users_files = UsersFiles(trainer, store.root)
-        """Object that collects the files which the trainer's subclass writes into checkpoints."""
+        """Object that collects the files that the user's subclass of the trainer writes into checkpoints."""
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit, ranks=ranks)
         # Every process must draw the same order, so the first one decides its seed.
@@ -135,9 +135,9 @@ class TrainerCheckpoints:
         self._manager.is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
         self._goes_back = False
         self.finished: Any = None
-        """Result of `train()`, if this very run has finished before."""
+        """Result of `train()`, if an identical run has finished before; None otherwise."""
         self.resumed: Checkpoint | None = None
-        """Checkpoint from which this run was resumed."""
+        """Checkpoint from which this run was resumed; None without one."""
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
@@ -357,11 +357,12 @@ def _order_seed(trainer: Any) -> int:
 FINISHED_RUN = "finished.json"
 
 SAME = ("trainer", "asked", "batch_size", "samples", "length")
-"""Entries of a finished run that must be the same, besides the facts and the run's length. The number of
-processes is not compared: the run is finished for any."""
+"""Entries of a finished run's description that must be equal, besides its facts and its length. The number of
+processes is not compared.
+"""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()
-"""Folders of earlier runs in this process; a second `train()` there is intended to train again."""
+"""Output folders of earlier runs in this process. Another `train()` with such a folder trains again."""
 
 
 def forget_finished(root: Path) -> None:
@@ -479,17 +480,20 @@ FREE = frozenset({
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
 })  # fmt: skip
-"""`TrainingArguments` that may differ on resuming: without effect on a step's results, or compared
-elsewhere."""
+"""Names of `TrainingArguments` that may differ on resuming. They have no effect on a step's results, or are
+compared elsewhere.
+"""
 
 FREE_BEGINNINGS = (
     "eval_", "save_", "log_", "logging_", "hub_", "trackio_", "ddp_", "fsdp", "torch_compile", "do_", "push_",
     "generation_", "torchdynamo", "ray_", "past_", "tpu_", "xla", "mp_",
 )  # fmt: skip
-"""Prefixes of the names of further `TrainingArguments` that may differ on resuming."""
+"""Name prefixes of further `TrainingArguments` that may differ on resuming."""
 
 OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
-"""Arguments that may be added or removed, but not changed: the best value so far is of that metric."""
+"""`TrainingArguments` that may be added or removed on resuming, but not changed, because the best value so
+far depends on them.
+"""
 
 
 def run_facts(trainer: Any) -> Facts:

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 LOGGED = {"loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged"}
-"""Fields of a trainer's losses for its next log, by our names."""
+"""The Trainer's attributes for losses since its last log, by snugfit's names."""
 
 ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""Attributes that `Accelerator.prepare` leaves on a model."""
+"""Attributes that `Accelerator.prepare` sets on a model."""
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:

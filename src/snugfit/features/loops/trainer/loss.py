@@ -39,13 +39,13 @@ class LossTraits:
     """
 
     uses_item_count: bool | None = None
-    """True if the loss depends on `num_items_in_batch`."""
+    """True if the loss depends on the argument `num_items_in_batch`; None until it is computed."""
 
     shifts_labels: bool | None = None
-    """True if the model shifts its labels by one."""
+    """True if the model compares logits with the label of the next token; None until it is computed."""
 
     corrected: bool = False
-    """True after the warning that snugfit corrects transformers' error with this loss."""
+    """True after the warning that snugfit corrects an error of transformers in this loss."""
 
 
 def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float | torch.Tensor:

@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
-"""Slots that a plan for a live trainer leaves unchanged.
-
-The model has its adapters and its attention, and the process has already allocated. It is unknown if the
-user's dataset supports workers. It is also unknown if it yields batches of one length, for which layers are
-compiled once.
+"""Slots (choices of a recipe) that a plan for a live trainer leaves unchanged. The model already has its
+adapters and attention, and the process has already allocated memory. It is unknown if the dataset supports
+workers, and if its batches have one length, for which layers are compiled once.
 """
 
 
@@ -48,16 +46,18 @@ class Chosen:
     """A recipe for a trainer, with the slots (choices of the recipe) that keep the user's settings."""
 
     recipe: Recipe
-    """The recipe, as far as the notation can express the settings."""
+    """The recipe, as far as recipes can express the trainer's settings."""
 
     user_slots: frozenset[Slot] = frozenset()
-    """Slots that stay under the user's control, even if the recipe cannot express their settings."""
+    """Slots (choices of a recipe) that stay as the user configured them, even if no recipe can express the
+    settings.
+    """
 
     default_optimizer: bool = False
-    """True for the default optimizer of `TrainingArguments`, without a name given."""
+    """True if `TrainingArguments` use their default optimizer without naming it."""
 
     says: str = ""
-    """Sentence with the reason for the recipe."""
+    """Sentence with the reason for this recipe."""
 
 
 def choose(

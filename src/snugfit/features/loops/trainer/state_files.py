@@ -33,7 +33,7 @@ EXTRA_STATE = "fit.json"
 TRAINER_STATE = "trainer_state.json"
 
 OF_OTHERS = "others"
-"""Key of the states of the processes after the first, by rank."""
+"""Entry with the states of all processes but the first, by rank."""
 
 
 @final
@@ -48,9 +48,9 @@ class StateFiles:
         self._generators: dict[str, Any] | None = None
         self._restored = False
         self.folder: Path | None = None
-        """The resumed checkpoint; None without one."""
+        """Folder of the resumed checkpoint; None without one."""
         self.last_figures: StepEnd | None = None
-        """Figures of the last log line about the step before it."""
+        """Figures of the last step for the next log line; None before the first step."""
 
     @property
     def _device(self) -> torch.device:

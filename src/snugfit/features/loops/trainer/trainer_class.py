@@ -65,7 +65,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     """Methods that override those of the user's Trainer, so that it trains under a recipe."""
 
     snugfit: FitPlan
-    """Job, recipe and journal of the trainer; replaced by those of another recipe when memory runs out."""
+    """Job, recipe and training log of the trainer. They are replaced by those of another recipe when memory
+    runs out.
+    """
 
     snugfit_run: FitRun | None
     """The state of the running `train()` call; None outside of one."""

@@ -17,7 +17,7 @@ class StepEnd(NamedTuple):
     """
 
     norm: Any
-    """Gradient norm: a number, or a scalar tensor on the device."""
+    """Gradient norm of the step: a number, or a scalar tensor on the device."""
 
     learning_rate: float | None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.state import Snapshot
 
 OWN_WEIGHTS = "snugfit"
-"""Folder in a checkpoint for the run's weights, if the user's subclass also writes weights."""
+"""Folder in a checkpoint for the run's weights, if the user's subclass of the trainer also writes weights."""
 
 SAVES_MODEL = ("_save", "save_model")
 
@@ -42,19 +42,19 @@ class CollectedFiles:
     """The files of a checkpoint in a temporary folder, written by snugfit and the user's Trainer subclass."""
 
     step: int
-    """Number of finished optimizer steps."""
+    """Number of finished optimizer steps at the checkpoint."""
 
     bytes: int
-    """Size of the run's own files in bytes."""
+    """Bytes of the files that snugfit itself writes."""
 
     draft: Path
-    """Draft folder, deleted after its files have been moved."""
+    """Temporary folder, deleted after its files have been moved."""
 
     files: Path
-    """Folder within the draft that becomes the checkpoint."""
+    """Folder within `draft` that becomes the checkpoint."""
 
     fault: Exception | None = None
-    """Error of the system during the writes; None without one."""
+    """Operating system's error during the writes; None without one."""
 
     def write(self, folder: Path) -> None:
         """Move the files into `folder`, on the same file system. Raises the `fault` that occurred when they
@@ -75,10 +75,10 @@ class UsersFiles:
     def __init__(self, trainer: Any, root: Path) -> None:
         self._trainer, self._root = trainer, root
         self.any = overrides(trainer, *SAVES_MODEL, "_save_checkpoint")
-        """True if the subclass has such methods."""
+        """True if the user's subclass overrides a method that saves checkpoints."""
 
         self.weights = overrides(trainer, *SAVES_MODEL)
-        """True if these methods write the model's weights."""
+        """True if the user's subclass overrides a method that saves the model's weights."""
 
         self._write: Callable[[], None] | None = None
 

@@ -18,10 +18,10 @@ import torch
 from snugfit.features.optimizers.updates.matrices import ProjectedAndAdamW, adamw_direction
 
 GROWTH = 1.01
-"""Largest allowed ratio of an update's norm to the norm of the last one."""
+"""Largest allowed ratio of an update's norm to the norm of the previous update."""
 
 SMALLEST = 1e-30
-"""Addend of divisors, so that no divisor is zero."""
+"""Small number added to divisors, so that none is zero."""
 
 
 class ApolloWithAdamW(ProjectedAndAdamW):

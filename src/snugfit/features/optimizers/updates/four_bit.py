@@ -15,13 +15,13 @@ import torch
 from snugfit.features.optimizers.updates.pieces import AdamWInPieces, WeightRows, gather, scatter
 
 BLOCK = 128
-"""Elements that share a scale (Li et al., section 5)."""
+"""Number of elements that share a scale (Li et al., section 5)."""
 
 LEAST = 4096
-"""Number of elements from which a weight's moments have 4 bits; bitsandbytes' 8-bit ones have the same."""
+"""Number of elements from which a weight's moments have 4 bits, as for bitsandbytes' 8-bit moments."""
 
 SMALLEST = 1e-30
-"""Scale that is used for a block of zeros."""
+"""Scale of a block in which all elements are zero."""
 
 NEGATIVE = (-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055)
 # Denser near zero (Dettmers et al., arXiv 2110.02861, section 1.3).
@@ -39,9 +39,9 @@ class CodeTables(NamedTuple):
     """Values of the 4-bit codes, on a device."""
 
     pairs: torch.Tensor
-    """The two values of each byte (256, 2)."""
+    """The two values that each byte represents, (256, 2)."""
     borders: torch.Tensor
-    """Midpoints between neighbouring values (15)."""
+    """Midpoints between neighbouring values of the code, (15,)."""
 
 
 class FourBitAdamW(AdamWInPieces):

@@ -36,7 +36,7 @@ from snugfit.features.optimizers.updates.matrices import (
 )
 
 ALL_LINEAR = "all-linear"
-"""Word of transformers for every linear layer, including the head."""
+"""transformers' word for every linear layer, including the head."""
 
 
 class GaloreWithAdamW(ProjectedAndAdamW):

@@ -17,10 +17,10 @@ from snugfit.features.optimizers.updates.pieces import refuse_closure
 from snugfit.step.wishes.own_adamw import OwnAdamW, move_moments
 
 BY_ADAMW = "is_left_to_adamw"
-"""Name of the attribute that marks a parameter for AdamW."""
+"""Name of a parameter's attribute that assigns it to AdamW."""
 
 MATRICES = "matrices"
-"""Key of a parameter group with the positions of the matrices that AdamW does not update."""
+"""Key of a parameter group with the indices of the matrices that AdamW does not update."""
 
 
 class MatricesAndAdamW(OwnAdamW, ABC):

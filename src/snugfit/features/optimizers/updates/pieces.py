@@ -20,11 +20,12 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW
 Part = TypeVar("Part")
 
 AT_ONCE = 1 << 23
-"""Number of elements that are updated together (chosen). A kernel over them takes longer than its launch on a
-GPU of today, and all temporaries take 160 to 290 MiB."""
+"""Number of elements that are updated together (chosen). A kernel over them takes longer than its launch on
+present GPUs, and all temporaries take 160 to 290 MiB.
+"""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The keys of torch's AdamW for its states."""
+"""Names of AdamW's first and second moment in torch's optimizer state."""
 
 
 class WeightRows(NamedTuple):
@@ -97,7 +98,7 @@ class AdamWInPieces(FusedAdamW):
     """AdamW computed in 32 bits, for weights and moments of fewer bits, some elements at a time."""
 
     numbers_in_a_block = 1
-    """Number of elements of which the length of every slice of a weight is a multiple."""
+    """The length of every slice of a weight is a multiple of this number of elements."""
 
     @abstractmethod
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:

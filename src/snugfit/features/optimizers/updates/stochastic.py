@@ -17,7 +17,7 @@ import torch
 from snugfit.features.optimizers.updates.pieces import MOMENTS, AdamWInPieces, WeightRows, gather, scatter
 
 LOW_BITS = 1 << 16
-"""Number of values of the lower 16 bits of an fp32 number, which bfloat16 drops."""
+"""Number of distinct values of the lower 16 bits of an fp32 number, which bfloat16 drops."""
 
 
 class StochasticAdamW(AdamWInPieces):

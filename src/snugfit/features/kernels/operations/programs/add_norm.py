@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Number of warps of a program of the backward kernel: with 8 it took twice as long (dev/log.md)."""
+"""Number of warps in one program of the backward kernel. With 8 it took twice as long (dev/log.md)."""
 
 FORWARD_TILE = 1024
-"""Number of elements in a tile of the forward kernel (chosen)."""
+"""Number of elements that one program of the forward kernel processes at a time (chosen)."""
 
 VARYING = ("rows", "residual_rows", "site", "drops")
-"""Arguments whose values trigger no new compilation of a kernel."""
+"""Arguments of kernels whose values do not trigger a new compilation."""
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Number of warps of a program: with 8 the backward kernel took twice as long (dev/log.md)."""
+"""Number of warps in one kernel program. With 8 the backward kernel took twice as long (dev/log.md)."""
 
 
 @triton.jit

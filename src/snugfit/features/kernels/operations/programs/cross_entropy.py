@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 BLOCK = 8192
-"""Largest number of logits that a program loads at a time (chosen)."""
+"""Largest number of logits that one kernel program loads at a time (chosen)."""
 
 PRODUCT_BLOCK = 4096
-"""Number of elements that a program multiplies at a time (chosen)."""
+"""Number of elements that one kernel program multiplies at a time (chosen)."""
 PRODUCT_PROGRAMS = 2048
-"""Largest number of programs that share the blocks (chosen): an idle program still costs its launch."""
+"""Largest number of kernel programs that the blocks are divided among (chosen). An idle program still costs
+its launch.
+"""
 
 
 @triton.jit(do_not_specialize=("ignore_index",))  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 1024
-"""Largest number of elements of a row in one program (chosen)."""
+"""Largest number of elements of a row in one kernel program (chosen)."""
 
 
 @triton.jit(do_not_specialize=("site", "drops"))  # type: ignore[untyped-decorator]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Largest number of elements of a row in one program."""
+"""Largest number of elements of a row in one kernel program."""
 
 WARPS = 8
 

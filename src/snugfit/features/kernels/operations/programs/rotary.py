@@ -16,7 +16,7 @@ import triton.language as tl
 WARPS = 4
 
 TILE = 2048
-"""Number of elements of heads that a program processes at a time."""
+"""Number of elements of heads that one kernel program processes at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
