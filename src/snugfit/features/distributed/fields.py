@@ -150,7 +150,8 @@ class ParallelWish(SeveralProcesses):
         share sequences have equal weights that add up to 1. Among other ranks with the same samples, one rank
         of the last pipeline stage has 1.
         """
-        # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
+        # Only the last stage has a loss. The loss of each part of a sequence is scaled as if it were the
+        # whole one's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
         return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
 
@@ -166,7 +167,7 @@ class ParallelWish(SeveralProcesses):
         experts are distributed, all GPUs of a group must share them.
         """
         groups, left = divmod(gpus, self.ranks_of_one_part)
-        # `alone` has no data axis, and the other values need one of at least two groups.
+        # `alone` has no data axis. All other values need at least two groups of ranks along it.
         if left or (self.weights == "alone") is not (groups == 1) or batch_size % groups:
             return False
         # On several hosts, each copy of sharded weights fills whole hosts.
@@ -191,7 +192,7 @@ class ParallelWish(SeveralProcesses):
                 f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were "
                 f"named. Set --gpus to a multiple of {together}."
             )
-        # The recipe fixes all axes but the data axis, which takes the rest of the GPUs.
+        # The recipe fixes the sizes of all axes but the data axis, which gets the remaining GPUs.
         data = gpus // together
         if self.weights == "alone" and data > 1:
             raise UsageError(

@@ -77,7 +77,7 @@ def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _quieten()  # the loggers exist once their modules are imported
+    _quieten()  # loggers exist only once their modules are imported
     with tempfile.TemporaryDirectory(prefix="snugfit-") as logs:
         more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
         known = {field.name for field in fields(LaunchConfig)}
@@ -97,7 +97,7 @@ def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]
         except ChildFailedError as ended:
             failures: Mapping[int, Any] = ended.failures
             return failures
-        except SignalException as stopped:  # from a launcher that handles the signal itself
+        except SignalException as stopped:  # raised by a launcher that handles the signal itself
             return EXIT_CODES.get(signal.Signals(stopped.sigval), 1)
     return 0
 

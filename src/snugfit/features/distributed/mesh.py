@@ -82,7 +82,7 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
-    # A technique of the data axis takes its number from `--gpus`.
+    # A technique of the data axis gets its size from `--gpus`.
     if COUNT not in {declared.name for declared in fields(kind)}:
         return before if isinstance(before, kind) else kind()
     if isinstance(before, kind):

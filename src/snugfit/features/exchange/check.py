@@ -137,7 +137,7 @@ def check_document(document: Document) -> Checked:
     if document.format != "python" or document.dialect in (
         "trainer",
         "sft",
-    ):  # other rules are about a file, not a call
+    ):  # the other rules are about whole files
         findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
     return Checked(
@@ -180,7 +180,7 @@ def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
         if old not in values or (known and new not in known):
             continue
         if known and old in known and (not entry.get("alias") or new in values or values[old] is None):
-            continue  # the installed version has the name, or has both and uses the newer one
+            continue  # the installed version knows this name, or knows both and uses the newer one
         note = f"; {entry['note']}" if "note" in entry else ""
         value = as_word(values[old])
         fix: Fix | None = Fix(remove=(old,))
@@ -266,7 +266,7 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 
 def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
-    # Rules have the new names, and a finding names the key as the file has it.
+    # Rules use the new names, and a finding names the key as it is in the file.
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _defaults_of(document.dialect)

@@ -131,7 +131,7 @@ def _lines(text: str) -> list[str]:
     """Return the lines of a shell file, joined where a quotation or a backslash continues a line."""
     lines: list[str] = []
     quote, current = "", ""
-    whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing
+    whole = text.rstrip().removesuffix("\\")  # the last line may end in a backslash
     for line in whole.replace("\\\n", " ").splitlines():
         if not quote and line.lstrip().startswith("#"):
             continue
@@ -171,16 +171,16 @@ def _training_command(words: list[str], where: str) -> list[str]:
     """
     if not words or words[0] in words_of("commands that train nothing"):
         return []
-    if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
+    if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "COMMAND"
         return _training_command(_split(words[words.index("-c") + 1], where), where)
     names = [word.rpartition("/")[2] for word in words]
     first = next((at for at, name in enumerate(names) if name in words_of("launchers")), None)
     if first is None or not any(word.startswith("--") or _is_file(word) for word in words[first:]):
         return []
-    # Their further commands, such as `preprocess`, train nothing.
+    # Other subcommands of these tools, such as `preprocess`, do not train.
     if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
-    # A launcher's name far behind another command is an argument of that command.
+    # A launcher's name far behind another command is an argument of it.
     if first > 3 and names[0] not in words_of("schedulers"):
         return []
     return words[first:]
@@ -194,7 +194,7 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
         at
         for at, word in enumerate(words)
         if word.endswith(".py")
-        # TRL, axolotl and LLaMA-Factory have a command in the place of a script.
+        # TRL, axolotl and LLaMA-Factory have a subcommand instead of a script.
         or word in ("sft", "train")
         or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
     ]
@@ -205,7 +205,7 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
     # DeepSpeed names its GPUs as `--include localhost:0,1`.
     if type(include := launcher.get("include")) is str and ":" in include:
         launcher["num_gpus"] = len(include.partition(":")[2].split(","))
-    # Plain Python starts one process, however many GPUs are visible.
+    # Plain Python starts one process, regardless of the number of visible GPUs.
     alone = words[0] in ("python", "python3") and not {"nproc_per_node", "nproc-per-node"} & set(launcher)
     if visible and not alone and not set(words_of("numbers of processes")) & set(launcher):
         launcher["visible"] = len(visible.split(","))
@@ -267,7 +267,7 @@ def _is_switch(name: str) -> bool:
 
 def _scalar(name: str, text: str) -> Any:
     """Convert the value of a command-line argument to a Python value."""
-    # Only variables without a plain value in the file are left.
+    # Only variables whose value is not in the file are left.
     if "$" in text:
         return Unknown(text)
     if name in SEVERAL and " " in text:
@@ -275,7 +275,7 @@ def _scalar(name: str, text: str) -> Any:
     if _is_switch(name):
         return text.lower() in ("true", "1", "yes")
     try:
-        # NaN and Infinity, which `json` accepts, stay text.
+        # NaN and Infinity, which `json` would accept, stay strings.
         return json.loads(text.lower() if text in ("True", "False") else text, parse_constant=str)
     except ValueError:
         return text
@@ -290,7 +290,7 @@ def _with_sums(line: str, variables: Mapping[str, str]) -> str:
     """Return the line with the results of its arithmetic. Without a result, it is one word of the line."""
 
     def result(text: re.Match[str]) -> str:
-        # The shell takes variables there with or without the dollar sign.
+        # In shell arithmetic, variables have a dollar sign or none.
         written = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[0]), text[1])
         try:
             return str(_whole_number(ast.parse(written.strip(), mode="eval").body))

@@ -125,7 +125,7 @@ class Dialect:
         the key has an effect.
         """
         for pattern, needed in self.only_with.items():
-            # A key may match the pattern and be the condition; it does not depend on itself.
+            # A key may match the pattern and be the required key. It does not require itself.
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
                     values = value if isinstance(value, list) else [value]

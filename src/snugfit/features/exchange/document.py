@@ -62,7 +62,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
     opened = [open_document(path, bfloat16=bfloat16) for path in paths]
     beside = [other for document in opened for other in _named_files(document)]
     documents = [*opened, *beside]
-    # A script with an `Accelerator` has a launcher's dialect, but describes a run.
+    # A script with an `Accelerator` has the dialect of a launcher, but describes a training run.
     runs = [one for one in documents if one.dialect not in LAUNCHERS or one.format == "python"]
     if len(runs) > 1:
         names = " and ".join(str(one.path) for one in runs[:2])
@@ -112,7 +112,7 @@ def _beside(document: Document, name: str) -> Path | None:
     Return None without one.
     """
     folders = document.path.absolute().parents
-    # A path of another machine is searched by its last part too.
+    # A path of another machine is also searched by its file name.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
     return next((one for one in places if one.is_file()), None)
 

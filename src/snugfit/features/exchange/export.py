@@ -96,7 +96,7 @@ def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
     GPUs that does not match the recipe or the batch.
     """
     check_target(job, to)
-    # Called for its check of the batch.
+    # This call checks that the batch can be divided.
     samples_at_once(job, recipe, gpus)
     # The files may run on another machine, where the packages are installed.
     recipe.check(job, installed=False)

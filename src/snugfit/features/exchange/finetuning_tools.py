@@ -123,7 +123,7 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
             "adapter": "qlora" if four_bits else "lora", "lora_r": lora["r"], "lora_alpha": ALPHA,
             "lora_dropout": lora["lora_dropout"],
             **chosen, **{f"peft_{name}": True for name in _VARIANTS if lora.get(name)},
-            # axolotl's own kernels for adapters were not predicted, so they are off.
+            # axolotl's own kernels for adapters are not predicted, so they are off.
             "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
         }  # fmt: skip
     checkpointing = arguments.pop("gradient_checkpointing_kwargs", None)
@@ -260,7 +260,7 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
         "model": {
             "model_name_or_path": folder_or_id(job), **bits,
             "flash_attn": _llamafactory_attention(recipe),
-            # LLaMA-Factory's default is reentrant, and every checkpoint here is non-reentrant.
+            # LLaMA-Factory's default is reentrant checkpointing, while snugfit's is non-reentrant.
             "disable_gradient_checkpointing": keeps_all, "use_reentrant_gc": False, "upcast_layernorm": False,
         },
         "method": {"stage": "sft", "do_train": True, **method, "pure_bf16": pure},
@@ -290,7 +290,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     new, old = NAMES
     arguments = training_arguments(job, recipe, to)
     if to != "trl":
-        # axolotl has a plugin for these kernels, LLaMA-Factory another name.
+        # axolotl has a plugin for Liger's kernels, and LLaMA-Factory has another option name.
         arguments.pop("use_liger_kernel")
     if not recipe[Slot.KERNELS].plain:
         why = f"how {to} runs these kernels and which loss it takes with them was not compared"

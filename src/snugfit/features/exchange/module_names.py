@@ -49,7 +49,7 @@ def read_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(value: Any) -> Any:
     if isinstance(value, str) and _SPECIAL.search(value):
-        # The group distinguishes a pattern from a name.
+        # The regex group distinguishes a pattern from a name.
         return (f"(?:{value})" if is_word(value) else value,)
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())

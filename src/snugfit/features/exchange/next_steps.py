@@ -28,14 +28,14 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
     The export command is for the library `target` of the user's own file, else for the Trainer or torch.
     """
     steps: dict[str, str] = {}
-    with suppress(SnugfitError):  # the Trainer has nothing that means it
+    with suppress(SnugfitError):  # the Trainer may have no equivalent
         arguments = ", ".join(f"{k}={v!r}" for k, v in _changed_arguments(job, recipe).items())
         steps["In a Trainer"] = f"TrainingArguments({arguments})"
     for to in filter(None, (target, "hf", "torch")):
-        with suppress(SnugfitError):  # this target cannot express it
+        with suppress(SnugfitError):  # this target may not support the recipe
             if to == "torch":
                 refuse_unsupported("script", recipe.setup())
-            if to != "hf":  # hf's would import transformers for seconds, only to discard the file
+            if to != "hf":  # hf's would import transformers, and is not needed
                 export(job, recipe, to)
             elif not steps:
                 continue

@@ -110,7 +110,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     elif by == "ddp" and gpus is None:
         processes.refused.append((BY, NOT_SAID))
     elif processes.gpus > 1 and STAGE not in arguments:
-        # As DDP's default, gradients are no views of the buckets.
+        # DDP's default for gradients is no views of the buckets.
         processes.words, processes.asked_by = {BY: "ddp", "parallel.bucket_views": False}, BY if by else ""
     return processes
 
@@ -123,7 +123,7 @@ def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mappi
         return numbers.get(PER_HOST, 1) * numbers.get(HOSTS, 1)
     if COPIES in numbers or SHARDS in numbers:
         return numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
-    # Defaults do not count: the file must have all three.
+    # Defaults are ignored: all three keys must be in the file.
     values = (arguments.get(key) for key in (BATCH, MICRO, PIECES) if key in said)
     parts = [value for value in values if isinstance(value, int) and value > 0]
     if len(parts) < 3:

@@ -93,7 +93,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
     from snugfit.cli.jobfile import settings_from, training_keys
 
     given = parse_pairs(flags.get("trainer_arguments") or ())
-    options = training_keys() if "dataset" in flags else {}  # which only a command has that trains
+    options = training_keys() if "dataset" in flags else {}  # only commands that train have this option
     settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
     if not given and not flags.get("arguments_file"):
         return None
@@ -107,7 +107,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
     )
     reading.refuse(settings)
     reading = replace(reading, unread=(*reading.unread, *_assumptions(reading, {**settings, **flags})))
-    # The result is not needed: this call only checks the values.
+    # This call only checks the values. Its result is not needed.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
         said_twice = flags.get(key) is not None or key == "recipe"
@@ -158,7 +158,7 @@ class _Reader:
         self._unquantized_model()
         self._accumulation()
         self._fill_defaults(table)
-        # Before the recipe: some techniques follow from the processes.
+        # Before the recipe, because some techniques follow from the number of processes.
         self._processes()
         decided = self._recipe()
         self._job()
@@ -185,11 +185,11 @@ class _Reader:
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
-        # Only a shell command has a launcher, whose defaults then count.
+        # Only a shell command has a launcher, whose defaults then apply.
         unsaid = {key: value for key, value in of_commands.items() if key.startswith("launcher.")}
         given = {**unsaid, **table.unsaid, **written}
         of_script = document.format == "python"
-        # Elements of lists come first, so that a key of its own overrides them.
+        # List elements come first, so that a separate key overrides them.
         for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):
             of_key = dialect("script") if key.startswith("launcher.") else table
             if key in written or not of_key.idle(key, given):
@@ -281,7 +281,7 @@ class _Reader:
         if meaning is None and (of_script or self._is_an_argument(key, table)):
             meaning = dialect("trainer").translate(key, value)
         if meaning is not None:
-            # If a file has both the old and the new name, the new one counts.
+            # If a file has both the old and the new name of a key, the new one is used.
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
             for name, one in meaning.items():
                 if name not in newer:
@@ -293,7 +293,7 @@ class _Reader:
         if note := table.difference(key, value):
             self._line(self.differs, key, value, note)
         elif table.of_trainer or of_script or self._is_an_argument(key, table):
-            # None does not override the value of another key.
+            # None does not override a value from another key.
             if value is not None or key not in self.arguments:
                 self.arguments[key], self.origins[key] = value, (key, value)
                 self.tables[key] = table
@@ -315,7 +315,7 @@ class _Reader:
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
         self.arguments = read_names(whole)
         for raw, key in ((TRAINED, "frozen.only"), (f"{RANKS}.", RANKS)):
-            # `read_names` has merged these keys into one, so their origin moves there too.
+            # `read_names` has merged these keys into one, so the origin of their value moves there too.
             for name in [name for name in self.origins if name.startswith(raw)]:
                 origin, table = self.origins.pop(name), self.tables.pop(name)
                 self.origins.setdefault(key, origin)
@@ -362,7 +362,7 @@ class _Reader:
                 self.arguments.pop(key)
                 if key in self.origins:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
-        # JSON files write a number of elements as 5e8.
+        # JSON files may write a number of elements as 5e8.
         if isinstance(bucket := _number(self.arguments.get(BUCKET)), float) and bucket.is_integer():
             self.arguments[BUCKET] = int(bucket)
 
@@ -388,7 +388,7 @@ class _Reader:
         return decided
 
     def _add_taken(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
-        # A default has no line of its own, unless it decides a technique that is not plain.
+        # A default is not listed, unless it decides a technique other than the plain one.
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
             self._line(self.took, *self.origins[key], str(technique))
@@ -452,7 +452,7 @@ class _Reader:
             says = _COMPUTED if unknown else "a batch must be a whole number of samples"
             self._line(self.refused, name, given, says, instead="batch_size")
             return
-        # A global batch in the file precedes the product; a contradiction is refused below.
+        # A global batch size in the file comes before this product. A contradiction is refused below.
         whole = self.settings.setdefault("batch_size", micro * pieces * self.gpus)
         gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         if whole != micro * pieces * self.gpus:
@@ -480,7 +480,7 @@ class _Reader:
     ) -> None:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
-        # Python has True == 1, so the types are compared too.
+        # In Python, True == 1, so types are compared too.
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
@@ -499,7 +499,7 @@ class _Reader:
         guess = did_you_mean(key, near or known) if key not in known else ""
         says = f"snugfit does not know this key.{guess}"
         if near and table.of_trainer and self.document.dialect in ("trainer", "sft"):
-            # `TrainingArguments` refuses such a key too.
+            # `TrainingArguments` would refuse this key too.
             self._line(self.refused, name, given, says, instead="")
         elif given in (None, False, "", "None", "null") or given in ([], {}):
             self._line(self.ignored, name, given, "it is empty or off, and sets nothing")
@@ -547,7 +547,7 @@ def _has_bfloat16(gpu: Any) -> bool | None:
     from snugfit.job.gpu import find_gpu
 
     capability = find_gpu(gpu).compute_capability
-    # Ampere (8.0) has the first units for bfloat16.
+    # Ampere (compute capability 8.0) is the first generation with bfloat16 units.
     return None if capability is None else capability >= (8, 0)
 
 

@@ -60,7 +60,7 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
         if head in _ELSEWHERE:
             continue
         if part and value is None:
-            continue  # the library's own default
+            continue  # equal to the library's default
         if part:
             arguments.setdefault(head, {})[part] = value
         else:
@@ -88,24 +88,24 @@ def divides_by_labels(job: Job) -> bool:
     function.
     """
     model = class_of(job.task, job.transformers_config())
-    # transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
+    # A model with transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
     return "loss_function(" in inspect.getsource(model.forward)
 
 
 def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Trainer arguments to add or replace when several processes train."""
     more: dict[str, Any] = {}
-    if "deepspeed" in arguments:  # one process has nothing to overlap
+    if "deepspeed" in arguments:  # one process has no communication to overlap
         section = arguments["deepspeed"]["zero_optimization"] | {"overlap_comm": True}
         more["deepspeed"] = arguments["deepspeed"] | {"zero_optimization": section}
     if job.task in ONE_LABEL or not divides_by_labels(job):
         more["average_tokens_across_devices"] = False
-    if "fsdp_config" in arguments:  # accelerate's default is `_no_split_modules`, with BERT's embeddings too
+    if "fsdp_config" in arguments:  # accelerate's default, `_no_split_modules`, includes BERT's embeddings
         more["fsdp_config"] = arguments["fsdp_config"] | {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [*layer_names(job)],
         }
-        if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
+        if arguments["fsdp_config"]["cpu_offload"]:  # gradients are on the host, and so is their norm
             more["ddp_backend"] = "cpu:gloo,cuda:nccl"
     return more
 

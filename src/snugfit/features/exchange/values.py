@@ -42,7 +42,7 @@ def _wrong(key: str, value: str | float) -> str:
     if kind is None:
         return ""
     takes = {int: int, float: int | float, bool: int | float}[kind]
-    # A bool is an int in Python, but no number in a configuration.
+    # In Python, a bool is an int, but it is not accepted as a number.
     if not isinstance(value, takes) or (kind is not bool and isinstance(value, bool)):
         return f"{value!r} is not {_PLAIN[kind]}"
     least = _LEAST.get(key)

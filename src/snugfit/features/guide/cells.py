@@ -37,7 +37,7 @@ def inert(cell: object) -> str:
     if cell is None:
         return ""
     text = str(cell)
-    # A negative number begins like a formula, but is none.
+    # A negative number begins like a spreadsheet formula, but is not one.
     if isinstance(cell, int | float) or not text.startswith(_FORMULA):
         return text
     return f"'{text}"

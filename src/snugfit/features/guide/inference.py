@@ -168,7 +168,7 @@ def run_inference(
         try:
             generation = job_of({**facts["job"], "phase_settings": settings})
         except JobError as error:
-            # The phase belongs to a feature that may be deleted.
+            # The phase `generate` belongs to a feature that may be deleted.
             memory.append(f"generation: {error}")
             continue
         memory.append(
@@ -225,12 +225,12 @@ def _backends(
             state=f"{in_torch}; needs {package}" if lacks else in_torch,
             today=line["today"],
             recipe=_known_recipe(line),
-            # The figures were measured with the recipe of this name, also if its feature is missing here.
+            # The speed was measured with the recipe of this name, even if its feature is missing here.
             measured_engine=line["recipe"] if measured.of(line.get("recipe", "")) else "",
         )
         answer = answers.get(row.recipe)
         if isinstance(answer, str):
-            # An objection begins with the technique, which the row has already.
+            # The error begins with the technique, which the row shows already.
             why = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
             row = replace(row, refused=first_sentence(why) or why)
         elif answer is not None:

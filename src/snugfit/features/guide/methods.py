@@ -99,7 +99,7 @@ def _method_line(method: Method, row: GuideRow | None, vanilla: GuideRow) -> Met
 def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
     if row.timing and vanilla.timing:
         return change(row.timing.samples_per_second, vanilla.timing.samples_per_second), "measured"
-    # A published speed counts against vanilla on the same machine only.
+    # A published speed is compared only with vanilla on the same machine.
     before = {then.published.machine: then.published.samples_per_second for then in vanilla.then}
     for then in row.then:
         printed = then.published

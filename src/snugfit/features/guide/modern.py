@@ -76,7 +76,7 @@ def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | No
     """Return the fastest recipe of a plan's Pareto front that takes no more memory than the guide's
     experiment.
     """
-    # An experiment that does not fit may use all of the GPU's memory.
+    # If the experiment does not fit, its replacement may use all of the GPU's memory.
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)
     fitting = [one for one in front if memory is None or one.needed_bytes <= memory]

@@ -124,7 +124,7 @@ def _line(request: PredictionRequest, answer: Prediction | str) -> PerParameter:
         return replace(line, refused=answer)
     footprint = answer.footprint
     kinds = dict(footprint.kinds)
-    # All weights have one dtype, so their bytes give the number of parameters.
+    # All weights have one dtype, so the number of parameters follows from their bytes.
     parameters = kinds[Kind.WEIGHTS] / BYTES[_trained_dtype(request)]
     parts = (Kind.WEIGHTS, Kind.CACHES, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
     weights, copies, gradients, states = (kinds.pop(kind, 0) / parameters for kind in parts)

@@ -192,11 +192,11 @@ def _sources(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, Mapp
     def revert(part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         try:
             return revert_weight_conversion(model, part)  # type: ignore[no-any-return]
-        # Parts of a fused tensor have no reverse of their own. They are views of it on the device.
+        # Parts of a fused tensor cannot be reverted. They are views of it on the device.
         except (RuntimeError, ValueError, KeyError):
             return {}
 
-    # A tensor that is only renamed stays the same object.
+    # A tensor that was only renamed is still the same object.
     renamed = {id(tensor): name for name, tensor in revert(state).items()}
     return {
         name: {renamed[id(tensor)]: tensor}
@@ -307,7 +307,8 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
     copies = _host_copies(tensors, bits)
     copied = sum(one.nbytes for one in tensors)
     if bits == 8:
-        # transformers copies a weight back to the host, and bitsandbytes copies it again in fp16.
+        # transformers copies each weight back to the host, and bitsandbytes copies it to the device again in
+        # fp16.
         copied += sum(one.nbytes + 2 * one.elements for one in tensors if one.is_linear)
     return LoadingResult(
         weights=f"{bits} bits" if bits else "as saved",
@@ -329,6 +330,6 @@ def _host_copies(tensors: Sequence[CheckpointTensor], bits: int) -> int:
     """
     cast = [n * one.size for one in tensors if one.file_size != one.size for n in one.sources]
     at_once = sum(sorted(cast)[-(1 if bits else THREADS) :])
-    # In 8 bits, the host holds a weight and its copy in fp16.
+    # In 8 bits, the host holds each weight and its fp16 copy.
     back = [one.nbytes + 2 * one.elements for one in tensors if one.is_linear] if bits == 8 else []
     return max(at_once, *back, 0)

@@ -124,7 +124,7 @@ class CallWindows:
             return [left]
         step = left.step + apart // 2 * self.period
         if self.period < PERIODS[-1] and (step - left.step) % PERIODS[-1] == 0:
-            # On a staircase, steps of the longer period are on a line too.
+            # If sizes grow in steps, those at a distance of the longer period are on a line too.
             step -= 1
         window = self._record(step - 1, 1 + self.size)
         middle = StepWindow(step, with_tables(window.decode[1:], self.start.steps))

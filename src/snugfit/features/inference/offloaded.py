@@ -48,7 +48,7 @@ class OffloadedTensor(torch.Tensor):
     def like(cls, tensor: torch.Tensor, *, is_simulated: bool, is_page_locked: bool) -> OffloadedTensor:
         """Return a host tensor with the shape and dtype of another tensor. Its values are not set."""
         if is_simulated:
-            # One element has any shape, and needs no memory.
+            # An expanded single element has any shape, and needs no memory.
             data = torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         else:
             memory = mmap.mmap(-1, max(tensor.nbytes, tensor.itemsize))
@@ -81,7 +81,7 @@ class OffloadedTensor(torch.Tensor):
             return torch.empty(data.shape, dtype=data.dtype, device="cpu").copy_(data)
         PrefetchStream.is_pending = True
         if not self.is_page_locked:
-            # The recorder writes a copy from pageable memory, for which the host waits.
+            # The recorder treats it as a copy from pageable memory, for which the host waits.
             return data.to(device)
         copy = torch.empty(data.shape, dtype=data.dtype, device=device)
         MetaLink.observer.copy_back(copy.nbytes)
@@ -190,7 +190,7 @@ class HostBlocks:
         total = 0
         for shape in self.last.values():
             nbytes = shape.numel() * self.itemsize
-            # Keys and values have their tokens in the last dimension but one.
+            # Keys and values have the tokens in their second to last dimension.
             is_grown = self.prompt and len(shape) == 4
             first = nbytes // shape[-2] * min(self.prompt, shape[-2]) if is_grown else nbytes
             size = _block(first)
@@ -227,7 +227,7 @@ def without_streams(observer: Observer, recorder: Any, call: int, *, prompt: int
         blocks.add(layer, copies.copied)
 
     def reorder_and_state(cache: Any, beams: torch.Tensor) -> None:
-        # The host reads which beams continue. Their numbers change no size.
+        # The host reads the indices of the selected beams. Their values do not affect any size.
         observer.state(beams, torch.zeros(beams.shape, dtype=beams.dtype, device="cpu"))
         blocks.reordered = True
         reorder(cache, beams)

@@ -69,7 +69,7 @@ class GenerateStep(PlainStep):
         """
         if module:
             return Kind.ACTIVATIONS
-        # The last choice between beams copies a cache that no pass reads.
+        # The last selection of beams copies a cache that no pass reads.
         if operator == "aten::index_select":
             return Kind.KEY_VALUES
         return Kind.LOGITS if "float" in dtype else Kind.INPUTS
@@ -99,11 +99,12 @@ class GenerateStep(PlainStep):
                         self.forward_context(),
                         contextlib.suppress(StoppedEarly),
                     ):
-                        # Whisper's own `generate` calls this one for each part of a recording.
+                        # Whisper's own `generate` calls `GenerationMixin.generate` for each part of a
+                        # recording.
                         out = GenerationMixin.generate(
                             inner, **batch, generation_config=self.generation_config()
                         )
-                        # Otherwise the tokens would live during the next call.
+                        # Without this, the tokens would stay alive during the next call.
                         del out
                     del batch
                 observer.step_ends(index)
@@ -140,7 +141,7 @@ class GenerateStep(PlainStep):
 
         config = self.generation_config()
         config.output_logits = config.return_dict_in_generate = True
-        config.do_sample = False  # draws would differ in every comparison
+        config.do_sample = False  # random tokens would differ in every comparison
         with torch.no_grad(), self.forward_context():
             out: Any = GenerationMixin.generate(
                 _generator_in(self.model), **self.first_batch(), generation_config=config
@@ -194,7 +195,7 @@ class _Follower:
         self._undo.close()
 
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The choice between beams copies the cache after a pass.
+        # After a pass, the selection of beams copies the cache.
         self._claim_cache(kwargs)
         if self.passes:
             self.observer.phase(DECODE)
@@ -227,7 +228,7 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
         for one in part.values() if isinstance(part, dict) else part:
             yield from _tensors_of(one)
     elif type(part).__module__.startswith("transformers."):
-        # Layers of other kinds have their states in other attributes.
+        # Other kinds of layers have their states in other attributes.
         yield from _tensors_of(vars(part))
 
 
@@ -249,7 +250,7 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
 
     def state_end(*operands: Any, **named: Any) -> Any:
         values = operands_of_end.bind(*operands, **named).arguments
-        # Nothing finishes before the limit of the length, which another operand contains.
+        # No sequence finishes before the maximum length, which another operand contains.
         for name, known in (("is_early_stop_heuristic_unsatisfied", True), ("is_sent_finished", False)):
             if name in values:
                 observer.state(values[name], torch.full(values[name].shape, known, device="cpu"))
@@ -261,7 +262,7 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
         indices = results[2]
         columns = values["cur_len"] + 1 - values["decoder_prompt_len"]
         value = torch.full(indices.shape, -1, dtype=indices.dtype, device="cpu")
-        # Only the last update fills these indices, and no code reads those of an earlier one.
+        # Only the last update fills these indices, and no code reads the indices of earlier ones.
         value[..., :columns] = 0
         observer.state(indices, value)
         return results

@@ -157,7 +157,7 @@ def _split(recording: Recording) -> Iterator[Stretch]:
         add(mark.event)
         begin = mark.event
         if mark.kind is MarkKind.PHASE:
-            # The building and the loading are marked several times.
+            # The building and the loading have several marks each.
             if mark.phase == current.phase != DECODE:
                 continue
             current = Stretch(mark.phase)
@@ -203,7 +203,7 @@ def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int
     extrapolated.
     """
     offset, apart = middle.step - left.step, right.step - left.step
-    # All three windows may touch the line of a staircase, whose steps are longer than this period.
+    # Sizes that grow in steps longer than this period may still be on a line in all three windows.
     if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, apart):
         return False
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
@@ -320,7 +320,7 @@ def interpolate(
     lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
     for begin in range(0, apart, period * together):
         times = min(together, (apart - begin) // period)
-        # Half steps count, so that the mean of an even number of periods is exact.
+        # Positions are counted in half steps, so that the mean of an even number of periods is exact.
         middle = 2 * begin + (times - 1) * period
         for line in lines:
             yield line.at(middle, 2 * apart), times
@@ -418,7 +418,7 @@ class CallWriter:
         decode steps are still allocated.
         """
         for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
-            # The window at the end has no such block: it began with other tokens.
+            # The last window has no such block, because it began with other tokens.
             self._free(block_id, [])
         if self._alive:
             raise NotAlike
@@ -426,7 +426,7 @@ class CallWriter:
     def _write(self, stretch: Stretch, *, early: bool) -> None:
         begin = len(self._events)
         self._marks.append(Mark(begin, self._call, stretch.phase))
-        # The driver releases its address space once.
+        # The driver releases the reserved address space only once.
         if self._call < 1:
             self._marks += [Mark(begin + at, self._call, stretch.phase, kind) for at, kind in stretch.marks]
         ids = list(_ids([stretch])) if early else [None] * len(stretch.blocks)
@@ -435,7 +435,7 @@ class CallWriter:
             if isinstance(event, int):
                 self._allocate(stretch.blocks[event], ids[event], numbers)
                 if event in stretch.streams:
-                    # Each call makes a stream of its own.
+                    # Each call creates a stream of its own.
                     self._streams[numbers[event]] = stretch.streams[event] + self._call
             else:
                 self._free(event, numbers)
@@ -453,7 +453,7 @@ class CallWriter:
             block_id = EarlyBlock(DECODE, block.operator, "", 0) if lasts else None
         else:
             lasts = block_id in self._lasting
-        # A workspace is allocated in the first call alone.
+        # A workspace is allocated only in the first call.
         if lasts and block_id in self._early:
             numbers.append(self._early[block_id])
             return
@@ -471,7 +471,7 @@ class CallWriter:
     def _free(self, block_id: BlockId, numbers: list[int]) -> None:
         try:
             if isinstance(block_id, EarlyBlock):
-                # The tokens with which a window's decoder begins are no part of a long call.
+                # The tokens with which a window's decoder begins do not belong to the long call.
                 if block_id not in self._early and block_id.phase == "load":
                     return
                 index = self._early[block_id]

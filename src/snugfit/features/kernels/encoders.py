@@ -72,13 +72,13 @@ def fuse(model: torch.nn.Module) -> list[str]:
     names of the replaced modules.
     """
     seeds, changed = Seeds(), dict[str, None]()
-    # The number of a module is its call site, so each draws other numbers of dropout.
+    # The index of a module identifies its dropout calls, so that each draws other numbers.
     for number, module in enumerate(model.modules()):
         patch = patch_of(type(module))
         if patch is None or not patch.fits(module):
             continue
         if patch.forward is None:
-            # A second hook would look for a mask that the first one has replaced.
+            # A second hook would search for a mask that the first one has replaced.
             if SITE not in vars(module):
                 module.register_forward_pre_hook(without_mask, with_kwargs=True)
             setattr(module, SITE, Site(seeds, number))
@@ -97,7 +97,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 def patch_of(kind: type[Any]) -> Patch | None:
     """Return the patch for a class of transformers; None for an unsupported one."""
     parts = kind.__module__.split(".")
-    # Matching by name imports no model's file that the process does not use.
+    # Comparing names imports no model files that the process does not use.
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
     return PATCHES.get((parts[2], kind.__name__))
@@ -121,7 +121,7 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
     by_tanh = BY_TANH.get(type(activation).__name__)
-    # Without a bias or GELU, the kernel has nothing to fuse.
+    # Without a bias and a GELU, the kernel has nothing to fuse.
     if by_tanh is None or bias is None:
         y: torch.Tensor = activation(product if bias is None else product + bias)
         return y
@@ -186,7 +186,7 @@ def embed_bert(
     if token_type_ids is not None:
         words = words + types(token_type_ids)
     places = embed_positions(self, words, position_ids, past_key_values_length)
-    # All tokens have type 0, so its row is added to the positions, which are fewer.
+    # All tokens have type 0, so its embedding is added to those of the positions, which are fewer.
     if token_type_ids is None:
         places = places + types.weight[0]
     return norm_embeddings(self, words, places)
@@ -213,7 +213,7 @@ def embed_positions(
         weight: torch.Tensor = table.weight[first : first + words.size(1)]
         return weight
     places: torch.Tensor = table(position_ids)
-    # Positions that are equal for all samples repeat in the kernel.
+    # Position embeddings that are equal for all samples are repeated by the kernel.
     return places[0] if places.size(0) == 1 else places
 
 
@@ -228,7 +228,7 @@ def embeds_plainly(module: Any) -> bool:
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return dropout of the norm of words plus positions: (B, S, H)."""
     site: Site = getattr(module, SITE)
-    # Embeddings are the first module of a pass, so a new seed begins there.
+    # The embedding is the first module of a forward pass, so a new seed is drawn here.
     site.seeds.begin()
     drop = site.draw(module, module.dropout.p, words)
     return norm_with_stream(words, places, module.LayerNorm, drops_last=True, **drop)
@@ -242,7 +242,7 @@ def attend_bert(
     **keywords: Any,
 ) -> Any:
     """Compute BERT's self-attention (B, S, H), with queries, keys and values from one matrix product."""
-    # Caches are for generation, which the model's own code serves.
+    # Caches are for generation, which runs the model's own code.
     if past_key_values is not None:
         return type(self).forward(
             self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
@@ -257,7 +257,7 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
     They come from one matrix product if all layers are torch's own.
     """
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
-    # One joint bias needs one from every layer.
+    # A joint bias requires a bias in every layer.
     if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
     else:
@@ -330,7 +330,7 @@ def run_vit_layer(
     attended, _ = self.attention(normed, attention_mask, **keywords)
     drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
     normed, hidden = add_norm(attended, hidden_states, self.layernorm_after, gives_sum=True, **drop)
-    # The second residual is added before the next layer's norm, in another module.
+    # The second residual is added before the norm of the next layer, which is in another module.
     closed: torch.Tensor = self.dropout(self.mlp(normed)) + hidden
     return closed
 

@@ -33,7 +33,7 @@ FUSED = Wish[FusedWish | None](
     FusedWish | None,
     None,
     touches=("passes",),
-    packages=("triton", "snugfit.features.kernels"),  # the start-up of two packages, as for Liger
+    packages=("triton", "snugfit.features.kernels"),  # as for Liger: the packages that take time at start-up
     seeded_models=("bert", "distilbert", "electra", "roberta"),
 )
 """The field `fused`: settings of snugfit's kernels in the model's modules; None leaves modules unchanged."""

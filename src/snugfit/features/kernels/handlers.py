@@ -54,7 +54,7 @@ class FusedHandler(KernelsHandler):
         """
         from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
-        # On a CPU the operations are plain torch, which a simulation of one must record.
+        # On a CPU the operations are plain torch, whose operators a simulation must record.
         return None if value is None or on_gpu else shapes_on_cpu
 
 
@@ -88,7 +88,7 @@ class LigerHandler(KernelsHandler):
         """Return the Python lines of an exported script that call Liger's function. The Trainer needs none,
         because an argument makes it call the function.
         """
-        # The Trainer applies Liger by its own argument.
+        # The Trainer applies Liger by one of its own arguments.
         if value is None or context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.parts.items())

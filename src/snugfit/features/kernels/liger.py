@@ -158,7 +158,7 @@ class Liger(Technique):
         That was 7 % faster for 7 % more bytes (Llama-3.2-1B, 2 x 2048 tokens).
         """
         if not cls.planning_objection(job):
-            # With `chunked_loss` instead, Llama-3.2-1B was 7 % faster for 7 % more bytes.
+            # With `chunked_loss` instead, Llama-3.2-1B was 7 % faster and took 7 % more memory.
             yield cls(fused_linear_cross_entropy=False)
 
     @classmethod
@@ -178,5 +178,5 @@ def _model_type(job: Job) -> str:
     module = job.model.module
     if module is None:
         return str(job.model.config.get("model_type"))
-    # A user's module may have no config.
+    # A user's own module may have no config.
     return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))

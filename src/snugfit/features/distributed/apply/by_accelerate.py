@@ -43,7 +43,7 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
     """
     if (library := LIBRARIES.get(front_end)) is None:
         return ""
-    # A wish with other fields than these cannot be expressed by the libraries.
+    # accelerate and the Trainer cannot express a `ParallelWish` with fields other than these.
     known = ParallelWish(
         weights=wish.weights,
         ranks=wish.ranks,
@@ -93,7 +93,7 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
     import torch.distributed as dist
     from accelerate.state import DistributedType, PartialState
 
-    # Variables of a launcher would override the arguments.
+    # Environment variables of a launcher would override the arguments.
     for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS) and name != DEVICE]:
         del os.environ[name]
     os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -102,7 +102,7 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
         return
     if device.type == "meta" and wish.weights == "sharded":
         os.environ[DEVICE] = "meta"
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device index
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # so that DDP gets no device index
     of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
     with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
         yield
@@ -129,7 +129,7 @@ def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 def training_arguments(wish: ParallelWish) -> dict[str, Any]:
     """Return the `TrainingArguments` that distribute the model over processes, as a dict."""
-    # Without arguments, the Trainer of one of several processes takes DDP.
+    # The Trainer uses DDP by itself in one of several processes, without arguments.
     if wish.weights == "copied":
         return {}
     config = {"version": 2, "reshard_after_forward": wish.reshard != "none", "cpu_offload": wish.on_host}
@@ -137,7 +137,7 @@ def training_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 
 def _mesh(wish: ParallelWish) -> dict[str, Any]:
-    # One row of processes needs no mesh.
+    # Processes along a single axis need no device mesh.
     if wish.shards in (0, wish.ranks):
         return {}
     from accelerate.parallelism_config import ParallelismConfig

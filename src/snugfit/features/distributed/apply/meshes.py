@@ -62,6 +62,6 @@ class MeshParts(TensorParts):
         if len(self.groups(tensors)) == 1:
             return super().total_norm(tensors, norm_type)
         alike = split(tensors, lambda tensor: (mesh(tensor), getattr(tensor, "placements", None)))
-        with quiet("torch.distributed.tensor._redistribute"):  # advice to sum along both axes at once
+        with quiet("torch.distributed.tensor._redistribute"):  # torch advises to sum along both axes at once
             norms = [self.whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in alike]
         return torch.nn.utils.get_total_norm(norms, norm_type)

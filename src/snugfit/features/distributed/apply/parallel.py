@@ -100,7 +100,7 @@ class ParallelHandler(Handler):
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
-        # A model in stages is cut on the host.
+        # A model with pipeline stages is divided on the host.
         return "host" if value.stages > 1 else ""
 
     def make_optimizer(
@@ -141,20 +141,20 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish, model: Any) -> Any:
         """Wrap the model in DDP, or shard its weights over the processes by FSDP2, and return it."""
-        # Copies alone need no mesh.
+        # Plain DDP needs no device mesh.
         if value.copies and value.ranks_of_one_part == 1:
             return in_ddp(value, model)
         if value.weights == "alone" and value.tensor == value.context == 1:
             return model
         device, runs = device_of(model), model
         mesh = mesh_of(value, device)
-        # Matrices are cut first, so that FSDP2 shards their parts.
+        # Matrices are split first, so that FSDP2 shards each rank's part.
         if value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
         if value.chunks > 1:
             _distribute_parts(value, model, mesh)
         elif value.weights == "sharded":
-            # Ranks of one sequence hold the same weights, so these are sharded over them too.
+            # Ranks that share a sequence hold the same weights, so these are sharded over them too.
             over = mesh_of(with_contexts(value), device) if value.context > 1 else mesh
             in_fsdp(value, model, data_mesh(over))
             give_back_whole_weights(device)
@@ -177,7 +177,7 @@ class ParallelHandler(Handler):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
         elif value.copies and not is_last:
             contexts.append(model.no_sync)
-        # Each rank has computed a part of the gradients of norms of heads.
+        # For norms of single heads, each rank has computed a part of the gradient.
         elif value.tensor > 1 and is_last:
             contexts.append(functools.partial(_parts_are_summed, model))
         if value.context > 1:
@@ -366,7 +366,7 @@ def give_back_whole_weights(device: str) -> None:
     import torch
 
     if device != "cpu":
-        getattr(torch, device).empty_cache()  # `get_device_module` remembers an earlier simulation's
+        getattr(torch, device).empty_cache()  # `get_device_module` caches the module of an earlier simulation
 
 
 # ---- exported scripts -------------------------------------------------------------------------------------

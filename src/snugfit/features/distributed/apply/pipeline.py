@@ -79,7 +79,7 @@ class StagePasses:
         count = loop.pieces
         whole = join(pieces, count)
         inputs = place(self.inputs(whole), loop.device)
-        # Missing micro-batches have no share of the loss.
+        # Micro-batches that this rank does not have count as 0 in the loss.
         shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
         built.observer.phase("forward")
         losses = self.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
@@ -118,7 +118,7 @@ class StagePasses:
         losses: list[torch.Tensor] = []
         given = dict(inputs)
         ids = [given.pop("input_ids")] if self.is_first else []
-        # On the host, so that reading a share waits for no device.
+        # The tensor is on the host, so that reading a share does not wait for the device.
         target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
         more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
         self._schedule.step(*ids, target=target, losses=losses, **more, **given)
@@ -148,7 +148,7 @@ class StagePasses:
         """Return the L2 norm of the gradients of all stages; `trained` are this stage's weights."""
         import torch.distributed as dist
 
-        elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
+        elsewhere = shared_weight(self.model) if self.is_last else None  # counted by the first stage
         own = [weight.grad for weight in trained if weight is not elsewhere and weight.grad is not None]
         square: torch.Tensor = tensor_parts().whole(tensor_parts().total_norm(own)) ** 2
         dist.all_reduce(square, group=self.group)
@@ -231,8 +231,8 @@ class StagePasses:
 
         weight = next(self.model.parameters())
         piece = (shape[0] // micro_batches, shape[1])
-        self._schedule, self._stages = None, []  # and the buffers of the shape before
-        with _disable_current_modes(), torch.device("meta"):  # a simulation would count them
+        self._schedule, self._stages = None, []  # free the buffers for the previous batch shape
+        with _disable_current_modes(), torch.device("meta"):  # a simulation would count these tensors
             ids = torch.empty(piece, dtype=torch.long)
             hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
             loss = torch.empty((), requires_grad=True)
@@ -319,7 +319,7 @@ def _stage_class() -> type[PipelineStage]:
             try:
                 with self.around():
                     out = super().forward_one_chunk(*given, **more)
-            except RuntimeError as error:  # torch wraps a model's errors
+            except RuntimeError as error:  # torch wraps errors of the model in a RuntimeError
                 if isinstance(error.__cause__, RecipeError):
                     raise error.__cause__ from None
                 raise

@@ -40,7 +40,7 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
         "context": wish.context,
         "tensor": wish.tensor,
     }
-    # The slowest link comes first, so neighbouring ranks share the fastest.
+    # Axes over the slowest link come first, so that neighbouring ranks share the fastest.
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 

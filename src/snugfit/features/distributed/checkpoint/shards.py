@@ -172,7 +172,7 @@ class ShardedSnapshot:
         """If no checkpoint folder was created, release the other processes, which wait for its name from the
         first process.
         """
-        # Without an answer, the other processes would wait in `write_share`.
+        # Without an error message, the other processes would wait in `write_share`.
         if not self._is_told:
             self._send_folder(None)
 
@@ -208,7 +208,7 @@ def shards_of(
     )
     if is_last:
         copied.weights = _whole_model(state, copied.state)
-    # The copies are asynchronous, and the next step changes the weights.
+    # Copies to the host are asynchronous, and the next step changes the weights.
     if state.device.type == "cuda":
         import torch
 
@@ -242,7 +242,7 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
         named = state.model.named_parameters()
         own = {_MODEL + name: one.detach() for name, one in named if id(one) not in elsewhere}
         return own | {name: one for name, one in moments.items() if _is_of_owner(one)}
-    # Single numbers are saved in the tree, whole.
+    # Scalars are saved whole, in the tree of other state.
     return weights | {name: one for name, one in moments.items() if is_part(one)}
 
 
@@ -286,7 +286,7 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
         whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
     if not state.ranks.is_first:
         return None
-    # An engine's gathered weights are in fp32, and the model may compute in bf16.
+    # An engine's gathered weights are in fp32, even if the model computes in bf16.
     dtype = torch.float32 if is_of_engine(state.optimizer) else None
     return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
 
@@ -390,7 +390,7 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
         import torch
 
         rooms = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()}
-        # Each process reads by itself, so nothing is exchanged.
+        # Each process reads the files itself, so nothing is exchanged.
         _load_into({_OPTIMIZER + name: room for name, room in rooms.items()}, folder, ALONE)
         return rooms
 
@@ -438,7 +438,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
             f"{folder} has {left[0]}, which is not a weight of this model by that name. Continue that run as "
             "it began, with whole weights in each process."
         )
-    # Missing and foreign names are reported below, in our own words.
+    # snugfit reports missing and unexpected names itself, below.
     options = StateDictOptions(full_state_dict=True, strict=False)
     missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
     given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
@@ -465,10 +465,10 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
     for name in known:
         if name.startswith(_OPTIMIZER):
             weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
-            if weight not in weights or id(weights[weight]) in elsewhere:  # another process has it
+            if weight not in weights or id(weights[weight]) in elsewhere:  # another process has this weight
                 continue
             dtype = known[name].properties.dtype
-            # For a DTensor this is a DTensor with the same parts.
+            # For a `DTensor`, this creates a `DTensor` with the same shards.
             rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
             optimizer.state[weights[weight]][key] = rooms[name]
     return rooms
@@ -507,7 +507,7 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
     from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
-    # All processes compute the same owners, so none is exchanged.
+    # All processes compute the same owner of each weight, so owners are not exchanged.
     chosen = owners(state.model, state.ranks.size)
     for name, weight in state.model.named_parameters():
         is_own = chosen[name] == state.ranks.rank

@@ -114,7 +114,7 @@ def remove_if_dead(lock: Path) -> str | None:
             if builders := builders_at(lock):
                 number = ", ".join(map(str, builders))
                 return f"Waiting for process {number}, which builds {lock.parent.name} in {lock.parent}."
-            # A time in the future is a wrong clock, and no sign of life.
+            # A time in the future comes from a wrong clock, and does not prove that the build runs.
             if (changed := _last_change(lock)) > (now := time.time()) - QUIET_SECONDS and changed <= now:
                 return f"Waiting for {lock}: its holder is not found, and files next to it still change."
             lock.unlink()
@@ -133,8 +133,8 @@ def _only_one_removes(folder: Path) -> Iterator[None]:
     """Context with a file lock on this folder, so that only one process at a time removes stale build
     locks.
     """
-    # Several processes may find a lock dead at once; the second must not remove the first one's new lock.
-    import fcntl  # which Windows lacks
+    # Several processes may find a lock dead at once. The second one must not remove the first one's new lock.
+    import fcntl  # does not exist on Windows
 
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -172,7 +172,7 @@ def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
     if kind not in LOCAL_FILE_SYSTEMS:
         raise Unseen(f"other machines may write to its file system, {kind}")
     is_first = os.readlink("/proc/self/ns/pid") == FIRST_PID_NAMESPACE
-    # A folder on the container's own file system is shared with no other.
+    # Only this container sees a folder on its own file system.
     if not is_first and file.st_dev != os.stat("/").st_dev:
         raise Unseen("other containers may share its folder")
 
@@ -182,9 +182,9 @@ def _file_system(path: Path) -> str:
     real, best, kind = path.resolve(), "", ""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, rest = line.partition(AFTER_OPTIONAL_FIELDS)
-        # Spaces are written in octal.
+        # A space in a path is written in octal.
         point = mount.split()[MOUNT_POINT].replace("\\040", " ")
-        # A later mount at the same point covers the earlier one.
+        # A later mount at the same mount point hides the earlier one.
         if real.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, rest.split()[0]
     return kind

@@ -22,7 +22,7 @@ def owners(model: torch.nn.Module, ranks: int) -> dict[str, int]:
     sizes = {name: math.prod(shape_of(weight)) for name, weight in model.named_parameters()}
     given = [0] * ranks
     chosen: dict[str, int] = {}
-    # Names decide between equal sizes, so that all processes choose alike.
+    # Names decide between weights of equal size, so that all processes choose the same owners.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         chosen[name] = given.index(min(given))
         given[chosen[name]] += sizes[name]

@@ -78,7 +78,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
 def _choices(
     job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
 ) -> Sequence[Technique]:
-    # On an axis that was not chosen, each group is one GPU.
+    # On an axis without a chosen technique, each group is one GPU.
     if slot in along and slot not in fixed.slots:
         return [roster.plain(slot)]
     usual = list(of_slot(job, slot, fixed))
@@ -107,7 +107,7 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
     processes = processes_of(setup)
     if processes is None:
         return gpus == 1
-    # A user's own groups need not fill hosts.
+    # Groups of GPUs that the user chose need not fill whole hosts.
     whole_hosts = None if Slot.SHARDING in fixed.slots else GPUS_PER_HOST
     if gpus == 1 or not isinstance(processes, ParallelWish):
         return False
@@ -120,7 +120,7 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Itera
     first.
     """
     usual = list(of_slot(job, Slot.SHARDING, fixed))
-    # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
+    # A mesh may refuse the settings that plans choose. The plain settings are then used.
     rest = [one for one in stopgaps(usual) if one not in usual]
     every = list(sharings(job, gpus, fixed, axes))
     for recomputing in recomputings(job, fixed):
@@ -194,7 +194,7 @@ def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
         return pieces
     ends = [pieces[0], pieces[-1]]
     if all(is_valid(job, shared.cut(one), shared.gpus) for one in ends):
-        return pieces  # all cuts between valid ends are valid: techniques refuse few micro-batches, or many
+        return pieces  # all sizes between valid ends are valid: techniques refuse few micro-batches, or many
     return [one for one in pieces if is_valid(job, shared.cut(one), shared.gpus)]
 
 

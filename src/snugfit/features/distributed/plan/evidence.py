@@ -211,7 +211,7 @@ class Evidence:
             known = self._judged[key]
             for few, many in itertools.permutations(known, 2):
                 between = many.samples - few.samples
-                # Sizes that are far apart give the most exact slope.
+                # The slope is most exact between numbers of samples that are far apart.
                 if few.gpus == many.gpus and between > most:
                     fewest, most = few.samples, between
                     further = (known[many].needed_bytes - known[few].needed_bytes) / between
@@ -224,7 +224,7 @@ class Evidence:
         have `times` as many GPUs, their number is divided by `times`.
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
-        # Several micro-batches hold gradients next to all activations (`WITH_SUMS`).
+        # With several micro-batches, gradients exist next to all activations (`WITH_SUMS`).
         summed = size._replace(pieces=max(size.pieces, 2))
         bound = CLEARLY * times * self.bound
         return any(
@@ -257,7 +257,7 @@ class Evidence:
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
             if shared.shares_sequences_with(other, times):
-                times = 1.0  # weights are sharded over all GPUs, with unchanged exchanges
+                times = 1.0  # weights sharded over all GPUs, with the same exchanges on fewer GPUs
             for known, judged in self._judged[other.key].items():
                 most = 1 if shared.stages > other.stages else size.pieces
                 if known.gpus == size.gpus and known.pieces <= most:
@@ -307,7 +307,7 @@ class Evidence:
     def _relations_of(self, shared: Shared) -> _Related:
         """Return the simulated layouts that take less or more memory than this one."""
         related = self._all_relations.setdefault(shared.key, _Related([], [], []))
-        # Only ways that were added since the last call are compared.
+        # Only layouts that were added since the last call are compared.
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
             if other.key == shared.key:
                 continue

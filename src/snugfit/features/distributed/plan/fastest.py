@@ -107,7 +107,7 @@ class FastestOnGpus:
         self._ways = [
             way
             for shared in every
-            # A refusal without a mesh holds for every mesh.
+            # A layout that is refused without a mesh is refused with every mesh.
             if not {str(shared.recomputing), refusable(shared)} & {*refused}
             for way in _ways_to_cut(job, shared, fixed)
         ]
@@ -135,11 +135,11 @@ class FastestOnGpus:
             left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
             if simulated or not left:
                 return False
-            # Ways come in the order of their recomputing, so the last one recomputes most.
+            # Layouts are sorted by recomputation, so the last one recomputes most.
             most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
             asked = self._holding_least(most)
             self._evaluate(asked)
-            # Ways that cannot be simulated leave no figures; then the next ones are tried.
+            # Layouts that cannot be simulated have no figures. The next ones are then tried.
             simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
         return True
 
@@ -165,7 +165,7 @@ class FastestOnGpus:
                 judged = self._evidence.judgment(way.shared, size)
                 if judged is not None and self._evidence.does_fit(judged):
                     yield Screened(way.recipe(at), judged, way.shared, size)
-                    # Further cuts of this way take more time.
+                    # More micro-batches of this layout take more time.
                     break
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class FastestOnGpus:
         It gives this bound even if it does not fit: smaller micro-batches take no less time per sample.
         """
         way, at = question
-        # A GPU by itself has no mesh, and some ways have no cut with the whole batch.
+        # A single GPU has no mesh, and some layouts are not possible with the whole batch at once.
         if way.shared.parts == 1 or way.sizes[0].pieces > 1:
             return question
         first = self._first(way)
@@ -254,11 +254,12 @@ class FastestOnGpus:
         """
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
-            # If the fewest micro-batches probably miss, the smallest ones show first if anything fits.
+            # If the fewest micro-batches probably do not fit, the smallest ones show first if any number
+            # fits.
             is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
             was_asked = self._evidence.judgment(way.shared, way.sizes[last]) is not None
             return last if is_hopeless and not was_asked else first
-        # A cut that fits by evidence alone has no seconds yet, so it is simulated.
+        # A number of micro-batches that fits by its bounds alone has no seconds yet, so it is simulated.
         if fitting == first or self._evidence.judgment(way.shared, way.sizes[fitting]) is None:
             is_known = self._evidence.judgment(way.shared, way.sizes[first]) is not None
             return None if is_known else fitting
@@ -278,7 +279,8 @@ class FastestOnGpus:
         for other in self._ways:
             if other is way:
                 break
-            # With stages each cut is a way of its own, and only equal cuts can be compared.
+            # With stages, each number of micro-batches is a separate layout, and only equal numbers can be
+            # compared.
             if way.shared.stages > 1 and way.sizes != other.sizes:
                 continue
             if way.shared.is_slower_than(other.shared):
@@ -330,7 +332,7 @@ class FastestOnGpus:
             (way, len(way.sizes) - 1)
             for at, way in enumerate(ways)
             if not any(
-                # The earlier of two ways that hold the same remains.
+                # The earlier one of two layouts that need the same memory stays.
                 self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
                 for index, other in enumerate(ways)
                 if index != at
@@ -353,7 +355,7 @@ class FastestOnGpus:
         memory.
         """
         if self._ways and not any(True for _ in self._misses()):
-            # `max` returns the first of equal ones, which recomputes most in this order.
+            # `max` returns the first of equal elements, which recomputes most in this order.
             leanest = max(reversed(self._ways), key=self._held_more)
             self._evaluate([(leanest, len(leanest.sizes) - 1)])
         return smaller_miss(*self._misses())

@@ -172,7 +172,7 @@ class Judge:
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
-        # Two shallow models would cost no less than the deep one.
+        # Simulating two shallow models would take no less time than the deep one.
         if least + more >= depth.layers:
             return _by_few_pieces(part, setup, one)
         return _on_a_line(

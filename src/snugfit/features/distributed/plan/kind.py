@@ -184,12 +184,12 @@ class SearchOfKind:
         for slot in DECIDED_ONCE:
             choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]
             valid = [one for one in choices if is_valid(job, one, gpus)]
-            # A single choice needs no comparison.
+            # A single valid technique needs no comparison.
             judged = self.judge([(gpus, one) for one in valid]) if len(valid) > 1 else []
             timed = [(one.step_seconds, at) for at, one in enumerate(judged) if not one.why_not]
             if valid and (timed or len(valid) == 1):
                 base = valid[min(timed)[1] if timed else 0]
-        # The batch and the sharing are searched later, for each number of GPUs.
+        # The number of micro-batches and the layout are searched later, for each number of GPUs.
         for slot in (Slot.BATCHING, *roster.slots_of_several_gpus()):
             base = base.with_(roster.plain(slot)) if slot not in fixed.slots else base
         return base
@@ -220,7 +220,7 @@ class SearchOfKind:
             fits = fits or meshes.does_any_fit
             miss = smaller_miss(miss, meshes.miss)
             fitting = [*meshes.fitting, *fitting]
-            # Further axes are tried only while nothing fits.
+            # Meshes with more axes are tried only while nothing fits.
             if fits:
                 break
         return Outcome(fitting, None if fitting else miss, fits, alone)

@@ -182,7 +182,7 @@ class _LayersLine:
         failure.
         """
         if answer is None:
-            self._misses[self.layers] = 0  # no other number of layers can be simulated either
+            self._misses[self.layers] = 0  # other numbers of recomputed layers cannot be simulated either
             return
         known = self._fits if answer.fits else self._misses
         known[self._layers_of(question)] = answer.needed_bytes

@@ -88,7 +88,7 @@ def plan_several_gpus(
         job, [gpu], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity, keep=keep, free=free,
         workers=workers, tell=tell, several_gpus=True,
     )  # fmt: skip
-    rates_for(gpu)  # it refuses a GPU with unknown seconds
+    rates_for(gpu)  # raises an error for a GPU with unknown rates
     counts = counts_of(gpus, job, asked.fixed)
     if asked.memory_on(gpu) is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
@@ -152,10 +152,10 @@ class _Search:
         while fitting := self._outcomes[count].fitting:
             one = fitting[0]
             (answer,) = self._in_full([one])
-            if answer is None:  # it cannot be simulated: the next one may
+            if answer is None:  # this recipe cannot be simulated, but the next one may
                 fitting.pop(0)
                 continue
-            # After a second round with the same first recipe, further rounds would never end.
+            # If a second round has the same first recipe, further rounds would never end.
             if answer.fits or one.recipe in missed:
                 return replace(answer, why=self._why_mesh(one, answer))
             missed.add(one.recipe)
@@ -200,7 +200,7 @@ class _Search:
             left -= {*asked}
             alone = {
                 gpus: replace(one, why=self._why_mesh(found_as[gpus], one)) for gpus, one in asked.items()
-            }  # answers that recompute less are compared with no rival
+            }  # answers that recompute less have no alternatives
             better = fewer.run([(one, found_as[gpus]) for gpus, one in alone.items()])
             after = after | {gpus: one for gpus, one in better.items() if one != alone[gpus]}
             new = self._plan(tuple(after.values()), plan.alternatives)

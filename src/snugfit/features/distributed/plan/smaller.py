@@ -101,7 +101,7 @@ class _Smaller:
         self._evidence.learn_limit(at_most(share * needed, gpu), needed / before.needed_bytes)
         self._evidence.hear(self._own, size, before)
         for _ in range(MOST_IN_FULL):
-            # The way of the broken recipe comes first, because a finer cut is often enough.
+            # The layout that ran out of memory comes first, because more micro-batches often suffice.
             best = self._fastest(self._ways[:1])
             if best is None or best.judged.step_seconds > ENOUGH * before.step_seconds:
                 best = self._fastest(self._ways)

@@ -56,10 +56,10 @@ class Interconnect(GpuLink):
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
-        # So many ranks of a group are in one host if they are `stride` apart.
+        # Number of ranks of a group that share one host, if neighbours are `stride` ranks apart.
         within = max(1, min(peers, self.gpus_per_host // max(1, abs(stride))))
         hosts = math.ceil(peers / within)
-        # Between hosts, NCCL sums in a tree, and other exchanges go round a ring.
+        # Between hosts, NCCL sums in a tree. Other collectives use a ring.
         in_tree = kernel.operator == ALL_REDUCE
         counts = {
             "exchanges": 1,
@@ -71,7 +71,7 @@ class Interconnect(GpuLink):
 
     def _bus(self, kernel: Kernel, within: int, hosts: int) -> float:
         inside = self.link * self.share(kernel.operator, within) if within > 1 else math.inf
-        # The slower of the two limits an exchange that uses both.
+        # An exchange that uses both limits takes the slower one.
         share = total("bus_share", conditions=("network",))
         return min(inside, within * self.network * share if hosts > 1 else math.inf)
 
@@ -115,11 +115,11 @@ def communication_bytes(trace: Trace, gpus: int) -> int:
         return 0
     to_one = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE)}
     groups = {kernel.peers for kernel in exchanges if kernel.operator not in (SEND, RECEIVE)}
-    # The group of all ranks, of distance 1, is counted as the first.
+    # The group of all ranks, with stride 1, is counted first.
     further = {stride for _, stride in groups - {(gpus, 1)}}
     nearest = {min((abs(stride) for _, stride in to_one), default=1)}
-    of_stages = nearest - {1} - further  # the group of the stages, where it sums nothing
-    # Sends need a connection to each peer, with buffers of its own; so does an all-to-all.
+    of_stages = nearest - {1} - further  # the group of the stages, if it has no all-reduce
+    # Sends and all-to-all need a connection to each peer, with buffers of its own.
     sends = to_one | {kernel.peers for kernel in exchanges if kernel.operator == ALL_TO_ALL}
     # Some groups communicate only before the recorded step.
     more = max(len(groups - {(gpus, 1)}) + len(of_stages), trace.groups)
@@ -140,7 +140,7 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
         return []
     connected = interconnect_of(gpu)
     doubts = []
-    # A calibration of this machine's own exchanges leaves no such doubt.
+    # A calibration of this machine's own exchanges needs no such warning.
     if gpu.key not in devices("bus_share") and not (rates and rates.bus):
         how = "PCIe, whose data rate is a guess" if connected.is_pcie else "their link's data sheet"
         doubts.append(

@@ -144,7 +144,7 @@ class PipelinedStep:
 def without_other_stages(trace: Trace) -> Trace:
     """Return a copy of a pipeline stage's trace without waits for other stages."""
     kernels = (
-        # Without peers, such a kernel takes no time.
+        # A send or receive without peers takes no time.
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
         for kernel in trace.kernels
     )
@@ -159,7 +159,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     """
     queue = queue_of(without_other_stages(trace), rates, interconnect_of(gpu, rates), workers=workers)
     moments = SimulatedStreams(*queue).moments
-    # Passes are looked up by the stage's number on this GPU.
+    # Passes are found by the index of the stage on this GPU.
     numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
     kinds = [(one.kind, numbers[one.stage]) for one in order]
     seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -169,7 +169,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
         # A kernel may end before one that was launched earlier, in another stream.
         took = max(0.0, end - reached)
         if kernel.phase in _PASSES and kinds:
-            # Kernels before the first pass already belong to the loop's forward phase.
+            # Kernels before the first pass belong to the loop's forward phase.
             seconds[kinds[max(0, at)]] += took
         elif at < 0:
             before += took
@@ -184,7 +184,7 @@ def _pass_of_each(trace: Trace) -> list[int]:
     """Return for each kernel the index of the forward or backward pass that it belongs to; -1 for kernels
     before the first pass.
     """
-    # The first mark is the loop's, which precedes torch's first pass.
+    # The first mark is from the loop, before torch's first pass.
     begins = trace.passes[1:]
     return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
 
@@ -250,7 +250,7 @@ def simulate_stages(
     update, with `tied` the first and the last.
     """
     length = _step_length(work, orders, transfer, clips=clips, tied=tied)
-    # The same step with instant transfers: the difference is their exposed time.
+    # The same step with instant transfers. The difference of both is the exposed time of transfers.
     at_once = _step_length(work, orders, 0.0, clips=clips, tied=tied)
     busy = [
         own.before + own.after + sum(own.passes[one.kind, one.stage // len(work)] for one in order)
@@ -268,7 +268,7 @@ def _step_length(
 ) -> float:
     free = [0.0] * len(work)
     end = last = 0.0
-    # The first steps fill the pipeline; the last is steady.
+    # The first steps fill the pipeline, and the last one is steady.
     for _ in range(SIMULATED_STEPS):
         last = end
         free = _run_passes(work, orders, transfer, free)
@@ -290,7 +290,7 @@ def _run_passes(
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]
-    done: dict[tuple[bool, int, int], float] = {}  # forward passes, and sent gradients of backward passes
+    done: dict[tuple[bool, int, int], float] = {}  # ends of forward passes, and of backward ones that send
     nexts = [0] * ranks
     waiting = list(range(ranks))
     while waiting:
@@ -300,17 +300,17 @@ def _run_passes(
             forward = one.kind == FORWARD
             source = one.stage - 1 if forward else one.stage + 1
             given = 0.0
-            # Gradients of weights need nothing from another stage.
+            # The gradients of weights need no tensor from another stage.
             if 0 <= source <= last and one.kind != WEIGHTS:
                 if (forward, source, one.micro_batch) not in done:
                     break
-                # Two stages of one GPU transfer nothing.
+                # Two stages on one GPU transfer nothing.
                 given = done[forward, source, one.micro_batch] + transfer * (source % ranks != rank)
             now[rank] = max(now[rank], given) + work[rank].passes[one.kind, one.stage // ranks]
             nexts[rank] += 1
             if one.kind != WEIGHTS:
                 done[forward, one.stage, one.micro_batch] = now[rank]
-                # The stage that waited for this pass may continue.
+                # The stage that waits for this pass can continue.
                 other = (one.stage + (1 if forward else -1)) % ranks
                 if other not in waiting and other != rank:
                     waiting.append(other)

@@ -55,10 +55,10 @@ class SimulatedStreams:
 
     def _run_step(self) -> float:
         """Simulate one step to the end of its last kernel, and return that time in seconds."""
-        self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
-        self._running: dict[int, int] = {}  # kernel by stream
+        self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched kernels, by stream
+        self._running: dict[int, int] = {}  # index of the running kernel, by stream
         self._running_exchanges = 0
-        self._left: dict[int, float] = {}  # seconds that a running kernel still takes by itself
+        self._left: dict[int, float] = {}  # seconds that each running kernel still takes if it runs alone
         self.starts: list[float] = [math.nan] * len(self._kernels)
         self.ends: list[float] = [math.nan] * len(self._kernels)
         self.begins: list[float] = [math.nan] * len(self._kernels)
@@ -74,7 +74,7 @@ class SimulatedStreams:
             self._advance(self.host_at)
             waiting = self._waiting[kernel.stream]
             waiting.append(number)
-            # A kernel behind another one of its stream starts at that one's end.
+            # A kernel behind another one of its stream starts when that one ends.
             if len(waiting) == 1 and kernel.stream not in self._running:
                 self._begin(kernel.stream, waiting)
         for _ in syncs:
@@ -100,7 +100,7 @@ class SimulatedStreams:
 
     def _next_end(self) -> float:
         """Return the seconds until the next running kernel ends."""
-        # Kernels slow each other only if an exchange and another kernel run at once.
+        # Kernels slow each other down only if an exchange and another kernel run concurrently.
         if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())
         return min(left / self._rate(number) for number, left in self._left.items())
@@ -131,7 +131,7 @@ class SimulatedStreams:
         """
         left, running = self._left, self._running
         for stream, number in [*running.items()]:
-            if left[number] <= 1e-12:  # seconds: what rounding leaves
+            if left[number] <= 1e-12:  # seconds that remain by rounding errors
                 self.ends[number] = self.now
                 self._running_exchanges -= self._exchanges[number]
                 del running[stream], left[number]
@@ -149,7 +149,7 @@ class SimulatedStreams:
         """
         number = waiting[0]
         after = self._kernels[number].after
-        # A kernel without an end is still to come.
+        # A kernel without an end has not run yet.
         if after and any(math.isnan(self.ends[other]) for other in after):
             return
         waiting.popleft()

@@ -25,7 +25,7 @@ class RankAllocations(Allocations):
         """Kernels of other streams that still use a block when it is freed, by the block's index."""
         self.is_over = False
         """True after the simulated run, so that later frees are not recorded."""
-        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
+        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams that use each block
 
     def _add_free(self, index: int) -> None:
         if index == NO_BLOCK or self.is_over:
@@ -44,7 +44,7 @@ class RankAllocations(Allocations):
         address = storage._cdata
         index, reference = self._live.get(address, (NO_BLOCK, None))
         if index != NO_BLOCK:
-            # The storage object lives on, so its own end must not free the block again.
+            # The storage object stays alive, so that its deletion must not free the block again.
             self._released.add(index)
             self._live[address] = (NO_BLOCK, reference)
             self._add_free(index)
@@ -64,6 +64,6 @@ class RankAllocations(Allocations):
         The allocator does not reuse its freed block before that stream finishes.
         """
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
-        # A use in the block's own stream delays nothing.
+        # A use in the block's own stream does not delay its reuse.
         if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
             self._borrowers[index].add(stream)

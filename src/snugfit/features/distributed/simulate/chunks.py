@@ -35,7 +35,7 @@ def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
     ranks = math.prod(gathered.shape[:dim])
     at_once = gpu.multiprocessors * gpu.threads // THREADS * WAVES
     rounds = _ceil(sum(_ceil(one, TILE) for one in nbytes) * ranks, at_once)
-    together = min(math.ceil(math.sqrt(rounds)), ranks)  # number of ranks' parts that a block copies
+    together = min(math.ceil(math.sqrt(rounds)), ranks)  # number of ranks' parts that a thread block copies
     blocks = sum(_ceil(one, TILE * _ceil(rounds, together)) for one in nbytes)
     return _table(blocks + 4 * len(nbytes) + 1)
 

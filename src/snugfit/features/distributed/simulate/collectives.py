@@ -106,7 +106,7 @@ def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int
     if kernel_of(func) not in (SEND, RECEIVE):
         return None
     ranks = torch.distributed.get_process_group_ranks(group)
-    # The first number after tensors and group is the other rank within its group.
+    # The first number after the tensors and the group is the peer's rank within the group.
     other = next(argument for argument in args[2:] if isinstance(argument, int))
     return 2, ranks[other] - torch.distributed.get_rank()
 
@@ -130,9 +130,9 @@ def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Te
     kernel = kernel_of(func)
     if kernel == RECEIVE:
         return _tensors_in(args[:1])
-    if func.namespace == "_c10d_functional":  # its operand belongs to other code
+    if func.namespace == "_c10d_functional":  # the operand belongs to the caller
         gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
-        # A send or an all-reduce carries tensors of other code.
+        # The tensors of a send or an all-reduce belong to the caller.
         return [out] if gives else []
     if kernel == ALL_GATHER:
         return _tensors_in((out, args[:1]))

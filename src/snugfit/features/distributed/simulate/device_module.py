@@ -37,7 +37,7 @@ class ShapesModule:
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
         """Return a new stream; its priority is ignored."""
-        # On one GPU, DeepSpeed's own work is in the computing stream (`overlap_comm` is off).
+        # On one GPU, DeepSpeed works in the computing stream (`overlap_comm` is off).
         if self._devices == 1:
             return self.default_stream()
         number = self._order.make()

@@ -200,14 +200,14 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
     from snugfit.features.distributed.simulate.accelerator import ShapesAccelerator
 
     host = HostTensors(
-        # A conversion on the device is an operator of the step.
+        # A dtype conversion on the device is an operator of the step.
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
     )
     recorder.host = host
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(recorder.rank or 0, ranks))
         free = recorder.policy.free_bytes
-        free = None if free is None else free - PROCESS_GROUP[2]  # the second stage reads it
+        free = None if free is None else free - PROCESS_GROUP[2]  # ZeRO stage 2 reads the free memory
         order = (
             recorder.order if isinstance(recorder, RankRecorder) else StreamOrder(recorder.memory.use_stream)
         )
@@ -217,7 +217,7 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
         patches: list[Patch] = [
             (real, "ds_accelerator", accelerator),
             (linear, "get_accelerator", CPU_Accelerator),  # used under autocast
-            (cpuinfo, "get_cpu_info", dict),  # it takes a second
+            (cpuinfo, "get_cpu_info", dict),  # the real query takes a second
             (cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)),
             *((swapper, "AsyncIOBuilder", lambda: FileOperator(host)) for swapper in swappers),
             # On one GPU all work is in one stream.
@@ -228,9 +228,9 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
             *((module, "is_invalid_grad_norm", lambda norm: False) for module in (stage2, stage3)),
             *((module, "float", _Number(recorder)) for module in (stage2, stage3)),
             (stage2, "torch", TorchForShapes()),
-            # torch draws these ids by Python's `random`, whose state belongs to the run.
+            # torch draws these ids from Python's `random`, whose state belongs to the run.
             (fake_work, "generate_unique_id", itertools.count().__next__),
-            # The recorder and the host's memory are two modes.
+            # The recorder and the simulated host memory are two modes.
             (attention, "RECORDING_MODES", 2),
         ]
         stack.enter_context(replace_attributes(patches))
@@ -295,7 +295,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         (DeepSpeedZeroOptimizer, "setup_buckets"),
         (DeepSpeedZeroOptimizer_Stage3, "__init__"),
     ):
-        if hasattr(stage, makes):  # DeepSpeed 0.18 creates the second stage's elsewhere
+        if hasattr(stage, makes):  # DeepSpeed 0.18 creates the buffers of stage 2 elsewhere
             replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
     with replace_attributes(replaced):
         yield
@@ -309,7 +309,7 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
     def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
         wait(handle, *arguments, **keywords)
-        # A handle of one weight has it in a private attribute, whose name Python mangles.
+        # The handle of a single weight is in a private attribute, whose name Python mangles.
         private = f"_{kind.__name__}__param"
         for weight in handle.params if hasattr(handle, "params") else [getattr(handle, private)]:
             recorder.memory.claim(weight.data, Kind.GATHERED, instead_of=Kind.COMMUNICATION)
@@ -325,7 +325,7 @@ def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> C
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
         method(stage, *arguments, **keywords)
         for bucket in stage.ipg_buckets.values():
-            # The second stage has a list of buffers, the third a single one.
+            # ZeRO stage 2 has a list of buffers, stage 3 a single one.
             for buffer in bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]:
                 recorder.claim(buffer, Kind.COMMUNICATION)
         if (gradients := getattr(stage, "grad_partitions_flat_buffer", None)) is not None:

@@ -27,7 +27,7 @@ class StreamOrder:
         self.current = DEFAULT_STREAM
         """Number of the current stream."""
         self._made = DEFAULT_STREAM
-        self._last: dict[int, int] = {}  # last kernel of each stream
+        self._last: dict[int, int] = {}  # index of each stream's last kernel
         self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits
 
     def make(self) -> int:
@@ -42,7 +42,7 @@ class StreamOrder:
 
     def moment(self, stream: int) -> Moment:
         """Return the current position of a stream: the kernels that must end before it continues."""
-        # Only kernels of the recorded step have numbers, so an event of an earlier step has none.
+        # Only kernels of the recorded step have indices, so an event of an earlier step has none.
         last = {self._last[stream]} if stream in self._last else set()
         return frozenset(last | self._awaited[stream])
 

@@ -67,7 +67,7 @@ class ContextParallel(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `parallel` field to cut sequences, and its attention to ring attention."""
-        # Another attention stays, so that `objections` can refuse it.
+        # Any other attention function is kept, so that `objections` can refuse it.
         attention = RING if setup.attention == "sdpa" else setup.attention
         return several_gpus.along(setup, context=self.n).with_fields(attention=attention)
 
@@ -93,7 +93,7 @@ class ContextParallel(Technique):
                 f"support masks. Fill "
                 "sequences (--padding 0; pack: true when training)."
             )
-        # Gathered weights are cast first, then autocast decides, then the weights' own dtype.
+        # The dtype is that of gathered weights if they are cast, then autocast's, then that of the weights.
         yield from self._of_lengths(job, wish.dtype or setup.product_dtype(job))
         if job.model.module is None:
             yield from _of_model(job)
@@ -120,7 +120,7 @@ class ContextParallel(Technique):
         supports in any dtype.
         """
         if job.model.module is None and not job.padding and not any(_of_model(job)):
-            # Pieces must suit attention in 32 bits, because plans may choose it.
+            # Parts of sequences must suit attention in fp32, because plans may choose it.
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
 
     @classmethod

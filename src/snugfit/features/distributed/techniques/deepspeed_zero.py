@@ -79,7 +79,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
     """
     section: dict[str, Any] = {
         "stage": wish.stage,
-        # On one GPU there is no exchange to overlap.
+        # One GPU has no exchange to overlap.
         "overlap_comm": wish.ranks > 1,
         "contiguous_gradients": True,
         **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
@@ -90,7 +90,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
             section[name] = {"device": where, "pin_memory": True}
         if where == "nvme":
             section[name]["nvme_path"] = folder
-            section["stage3_max_reuse_distance"] = 0  # weights that stay would keep their few buffers
+            section["stage3_max_reuse_distance"] = 0  # weights that stay would keep their buffers
     return section
 
 
@@ -99,7 +99,7 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
     `TrainingArguments(deepspeed=...)`, and notes for a user's DeepSpeed configuration.
     """
     named = []
-    # Only the third stage can put anything on a disk.
+    # Only ZeRO stage 3 can offload to a disk.
     for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
         wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
         written: dict[str, Any] = {
@@ -140,7 +140,7 @@ def refuse_training(wish: ShardingWish) -> None:
             "script."
         )
     installed = version_of("deepspeed")
-    # A pre-release of a newer version trains too.
+    # A pre-release of a newer version is accepted too.
     if installed and not Requirement(TRAINED).specifier.contains(installed, prereleases=True):
         raise UsageError(
             f"snugfit train needs {TRAINED} for zero{wish.stage}, but {installed} is installed. Try: pip "

@@ -50,7 +50,7 @@ def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
         )
         return
     spread = _expert_plan(config)
-    # Experts that are divided whole are not cut by the plan.
+    # The plan does not split experts that stay whole.
     left = {word for rule, word in plan.items() if not (experts and is_of_experts(rule, spread))}
     if strange := sorted(left - {*KNOWN}):
         cure = f"Add expert({parts})" if spread and not experts else "Take fsdp"
@@ -89,7 +89,7 @@ def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
 
 def _expert_plan(config: Any) -> dict[str, str]:
     plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
-    # A plan with words that are not simulated counts as none.
+    # A plan with styles that are not simulated counts as no plan.
     return plan if set(plan.values()) <= {*EXPERT_STYLES} else {}
 
 

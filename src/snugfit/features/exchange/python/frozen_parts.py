@@ -56,7 +56,7 @@ class FrozenParts:
         words = _words(path, event.tests)
         if words is None:
             return False
-        # Scripts often freeze the whole model first, and then release parts.
+        # Scripts often freeze the whole model first, and then unfreeze parts.
         if not trains and words == [""] and not self.freezes and not self.trains:
             self.whole.append((event.line, event.text))
             return True
@@ -111,7 +111,7 @@ def path_of(value: Any) -> str | None:
     for name in names:
         number = name.strip("[]")
         bounds = _SLICE.fullmatch(name)
-        if name in ("[]", "[0]", "[1]") and not pattern:  # an element of a list of all parameters
+        if name in ("[]", "[0]", "[1]") and not pattern:  # an element of the list of all parameters
             continue
         if name == "[]":
             continue
@@ -120,7 +120,7 @@ def path_of(value: Any) -> str | None:
             if max(first or 0, end or 0) > MOST_LAYERS:
                 return None
             if end is None:
-                # A slice without an end means all numbers except those before it.
+                # A slice without an end selects all layers except those before its start.
                 skipped = "|".join(map(str, range(first or 0)))
                 piece = rf"(?!(?:{skipped})[.])\d+" if skipped else r"\d+"
             else:
@@ -169,7 +169,7 @@ def takes_a_part(optimizer: ForeignCall) -> bool:
         # Two opposite conditions select all parameters.
         plain = {test: test.replace(" not in ", " in ").removeprefix("not ") for test in tests if test}
         return len({*plain.values()}) == len(plain)
-    # A base model and its head are all parts of a model; an encoder alone is half of one.
+    # A base model and its head are all parts of a model, while an encoder alone is only one half.
     halves = {"encoder", "decoder"} & set(paths)
     return len(set(paths)) < 2 or len(halves) == 1 or any("." in str(path) for path in paths)
 
@@ -257,6 +257,6 @@ def _as_alternatives(test: ast.expr) -> ast.expr:
 
 
 def _text(node: ast.expr) -> str | None:
-    # A recipe has its patterns in single quotes.
+    # Patterns are in single quotes in a recipe.
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and "'" not in node.value
     return re.escape(str(node.value)) if is_text and isinstance(node, ast.Constant) else None

@@ -91,7 +91,7 @@ def _kind_of_function(call: ForeignCall) -> str:
         return kind_of(first[0]) if first else ""
     if call.name == "from_pretrained" and call.owner.endswith(tuple(words_of("tokenizers"))):
         return TOKENIZER
-    # A trainer of this package trains a tokenizer.
+    # A trainer of the package tokenizers trains a tokenizer.
     if call.library == "tokenizers":
         return ""
     kinds = {"Accelerator": ACCELERATOR, "DataLoader": LOADER}
@@ -175,7 +175,7 @@ def _classes() -> dict[str, str]:
     """Return the training task of each model class of transformers. If two tasks share a class (BART's),
     masked language modelling is left out.
     """
-    # Later tasks override earlier ones, so the masked one is the first.
+    # Later tasks override earlier ones, so masked language modeling comes first.
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {
         name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
@@ -217,7 +217,7 @@ def _is_relevant_call(call: ForeignCall) -> bool:
         of = kind_of(call.function.of)
         if not of and call.name == "requires_grad_":
             return may_be_part(call.function.of)
-        # The statements of the script's own methods are read instead of a call.
+        # A method that the script defines is read statement by statement instead.
         own = call.name in getattr(getattr(call.function.of, "function", None), "methods", ())
         kinds = (MODEL, PART, TRAINER, OPTIMIZER)
         return of in kinds and not own and not _is_in(call.name, words_of(of))
@@ -239,7 +239,7 @@ def _is_relevant_assignment(one: Assignment) -> bool:
     kind = kind_of(one.target)
     if kind == TOKENIZER:
         return False
-    if isinstance(getattr(one.target, "function", None), Class):  # `self` of a trainer's methods
+    if isinstance(getattr(one.target, "function", None), Class):  # `self` in a trainer's methods
         return one.name in (MODEL, OPTIMIZER)
     if not kind and one.name == "requires_grad":
         return may_be_part(one.target)

@@ -49,7 +49,7 @@ class Name:
         return self.dotted.rpartition(".")[2]
 
 
-# Without `eq`: two equal calls make two objects.
+# Without `eq`, two equal calls create two distinct objects.
 @dataclass(frozen=True, eq=False, repr=False)
 class ForeignCall:
     """A call of another library's function, which is not executed."""

@@ -51,7 +51,7 @@ def _is_supported(layer: Any) -> bool:
     """Return True for a linear layer of torch or in 4 bits, without a wrapper or hook."""
     if not is_packed(layer):
         return is_plain(layer)
-    # Inference on a CPU packs weights in another order.
+    # bitsandbytes packs weights in another order for inference on a CPU.
     state = getattr(layer.weight, "quant_state", None)
     is_usual = state is not None and not getattr(state, "packing_format_for_cpu", False)
     return is_usual and layer.weight.size(-1) == 1 and not _is_hooked(layer)
@@ -112,12 +112,12 @@ def _base(layer: Any) -> Any:
 def _adapter(layer: Any) -> Adapter | None:
     """Return the factors of a layer's active adapter; None without one."""
     names = [name for name in layer.active_adapters if name in layer.lora_A] if is_adapted(layer) else []
-    # An adapter that another module has active does not change this one.
+    # The active adapter may belong to other modules and not change this one.
     if not names:
         return None
     name = names[0]
     dropout = layer.lora_dropout[name]
-    # torch's own module drops nothing outside of training.
+    # Outside of training, torch's dropout drops nothing.
     drops = threshold(dropout.p) if isinstance(dropout, torch.nn.Dropout) and dropout.training else 0
     scaling = layer.scaling[name] * scale(drops)
     return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, scaling, drops)

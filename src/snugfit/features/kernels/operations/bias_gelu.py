@@ -82,7 +82,7 @@ def backward_in_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of `x` (..., H) and of `bias` (H), computed in plain torch."""
     leaf = _sum(x, bias).detach().requires_grad_()
-    # torch's own derivative is the reference.
+    # The reference differentiates by torch's autograd.
     with torch.enable_grad():
         y = torch.nn.functional.gelu(leaf, approximate="tanh" if by_tanh else "none")
     (dx,) = torch.autograd.grad(y, leaf, dy.to(leaf.dtype))

@@ -35,7 +35,7 @@ def join_slopes(
     biases.
     """
     first = slopes[0]
-    # The kernel takes three equal parts; grouped queries are joined by torch.
+    # The kernel takes three parts of equal shape. torch joins those of grouped queries.
     alike = len(slopes) == 3 and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in slopes)
     if not alike or not has_kernel(first):
         joint = torch.cat(tuple(slopes), dim=-1).flatten(0, -2)

@@ -47,9 +47,9 @@ class Projections(NamedTuple):
     """Linear layers of one input, such as queries, keys and values, in the order of their results."""
 
     weights: Sequence[torch.Tensor]  # (N, H) each, or (N * H / 2, 1) with two numbers to a byte
-    biases: Sequence[torch.Tensor] = ()  # (N,) each; none of them, or one of each layer
-    adapters: Sequence[Adapter | None] = ()  # none of them, or one or None of each layer
-    states: Sequence[Any] = ()  # bitsandbytes' `QuantState` of each layer if all weights have 4 bits
+    biases: Sequence[torch.Tensor] = ()  # (N,) each; empty, or one for each layer
+    adapters: Sequence[Adapter | None] = ()  # empty, or one or None for each layer
+    states: Sequence[Any] = ()  # bitsandbytes' `QuantState` of each layer, if all weights have 4 bits
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -82,8 +82,8 @@ class JointProduct(NamedTuple):
     """A product of rows (T, H) with the weights of all layers, as its backward pass needs it."""
 
     layout: Layout
-    dtypes: Sequence[torch.dtype]  # of `Projections.tensors`
-    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each one in 4 bits
+    dtypes: Sequence[torch.dtype]  # dtypes of `Projections.tensors`
+    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each in 4 bits
     update: LowRankUpdate | None
 
     @classmethod
@@ -124,10 +124,10 @@ class JointProduct(NamedTuple):
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
         turned = self.matrix(rows.dtype).t()
         product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
-        # An unpacked matrix is large, and the updates do not need it.
+        # An unpacked matrix is large, and the adapters do not need it.
         del turned
         if self.update is not None:
-            # Selective checkpointing returns the product again, so it must not change.
+            # Selective checkpointing reuses the product, so it must not change.
             product = product.clone() if results_are_kept() else product
             self.update.add_to(product)
         return product
@@ -164,7 +164,7 @@ class JointProduct(NamedTuple):
         weights, biases, factors = self.layout.separate(self.dtypes)
         rows_once = functools.cache(rows)
         given: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
-        # One product gives the gradients of all weights, as slices.
+        # A single product gives the gradients of all weights as slices.
         if any(for_weights):
             of_weights = weight_gradient(of_product, rows_once(), weights[0])
             given[: len(weights)] = of_weights.split(self.layout.sizes)
@@ -203,7 +203,7 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradients of `x`, weights, biases and adapters."""
-        # A checkpoint unpacks saved tensors once.
+        # Under a checkpoint, saved tensors can be read only once.
         saved = ctx.saved_tensors
         source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
         joined = gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)

@@ -80,7 +80,7 @@ def rotate(
     if norms is None:
         _ROTATE(product, *angles, length, list(heads))
         return product[:, :count]
-    # The norm's backward pass needs the product, so it is not overwritten.
+    # The norm's backward pass needs the product, so the rotation must not overwrite it.
     out = product.new_empty((len(product), count))
     _NORM_AND_ROTATE(product, *angles, *norms, length, list(heads), out=out)
     return out
@@ -99,11 +99,11 @@ def rotate_backward(
     """
     if not has_kernel(gradients[0]):
         return reference_backward(gradients, angles, product, norms)
-    # The kernel takes any strides but the last one.
+    # The kernel supports any strides except for the last dimension.
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in gradients)
     tokens, width = query.size(0) * query.size(2), query.size(3)
     into = query.new_empty((tokens, (query.size(1) + 2 * key.size(1)) * width))
-    # The backward pass of a rotation is the rotation the other way, by the angles alone.
+    # The gradient of a rotation is the opposite rotation, which only needs the angles.
     if norms is None or product is None:
         _ROTATE_BACKWARD(query, key, value, *angles, into=into)
         return into, None, None

@@ -32,12 +32,12 @@ class Seeds:
         device, checkpoint = stream.device, checkpoint_around()
         if checkpoint is REENTRANT:
             return _draw(device)  # nothing is carried there, forward or again
-        # A recomputed layer finds the seed of its own forward pass, since a checkpoint gives it its input's
+        # A recomputed layer finds the seed of its own forward pass, because a checkpoint restores the input's
         # node.
         carried: torch.Tensor | None = getattr(stream.grad_fn, CARRIED, None)
         if carried is not None:
             return carried
-        # A recomputed layer draws again, and recomputation restores the generator before.
+        # A recomputed layer draws the same seed, because recomputation restores the random generator.
         if checkpoint:
             return _draw(device)
         if self._of_pass is None or self._of_pass.device != device:
@@ -64,11 +64,11 @@ def checkpoint_around() -> str:
     if not torch.is_grad_enabled():
         return REENTRANT
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    # A seed of its own is correct with and without a checkpoint.
+    # A separate seed for each module is correct with and without checkpoints.
     if top is None:
         return HOOKS
     hooks = top(True)
     if hooks is not None and hooks[0].__qualname__.startswith(("_checkpoint_hook", "_recomputation_hook")):
         return HOOKS
-    # A forward pass inside of a backward pass is the second run of a reentrant checkpoint.
+    # A forward pass within a backward pass is the second run of a reentrant checkpoint.
     return REENTRANT if torch._C._current_graph_task_id() != -1 else ""

@@ -30,7 +30,7 @@ def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
         share = sigmoid(gate)
         steep = 1.0
     value = gate * share
-    # The derivative of gate * sigmoid(inner), with `steep` as that of the inner function.
+    # The derivative of gate * sigmoid(inner); `steep` is the derivative of `inner`.
     slope = share + value * (1.0 - share) * steep
     return value, slope
 
