@@ -117,7 +117,7 @@ class Lengths:
                 f"{source}: it has {sum(counts.values()):,} samples, and {MOST_SAMPLES:,} are allowed. "
                 "Divide the number of samples of each length by the same factor."
             )
-        # The unary plus drops lengths without samples.
+        # The unary plus drops lengths that no sample has.
         return cls(counts=tuple(sorted((+counts).items())), source=source)
 
     @property
@@ -191,7 +191,7 @@ def _length(value: object, where: str) -> int:
         value = len(value)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = int(value.strip())
-    # A bool is an int in Python, but no length.
+    # In Python, a bool is an int, but it is not a length.
     if type(value) is not int:
         hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
         raise UsageError(

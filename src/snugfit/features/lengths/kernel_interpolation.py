@@ -87,7 +87,7 @@ def _lagrange(known: Sequence[int], at: int) -> list[float]:
 
 def _kernel_at(law: Sequence[Kernel], weights: Sequence[float]) -> Kernel:
     def through(values: Sequence[int]) -> int:
-        # Equal sizes stay exact, without an error of rounding.
+        # Equal sizes stay exact, without a rounding error.
         if values[0] == values[1] == values[2]:
             return values[0]
         return max(0, round(sum(weight * value for weight, value in zip(weights, values, strict=True))))

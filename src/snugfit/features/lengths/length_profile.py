@@ -193,14 +193,14 @@ class LengthProfiler:
         priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
         products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
-        # If all products are aligned, both rates give the same seconds.
+        # If all matrix products are aligned, both sets of rates give the same seconds.
         if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
             return LengthSeconds(priced, priced)
         return LengthSeconds(priced, self._timing(trace, without_alignment_cost(self.rates)).step_seconds)
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, LengthSeconds]:
         """Return the predicted seconds of a step at each of these lengths, simulated or interpolated."""
-        alone = {1} & set(lengths)  # one token has no others to attend to: its kernels differ
+        alone = {1} & set(lengths)  # one token attends to no others, so its kernels differ
         return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
     def _timing(self, trace: Trace, rates: Rates | None = None) -> StepSeconds:
@@ -220,7 +220,7 @@ class LengthProfiler:
         most, least = (rows, odd) if len(rows) > len(odd) else (odd, rows)
         knots = _spread(most if len(most) > FEW else lengths, 3)
         left = [length for length in (*least, *most) if length not in knots]
-        # The test has the other alignment if possible, where an error would show.
+        # If possible, the test length has the other alignment, at which an error would show.
         proof = _spread([length for length in left if length in least] or left, 1)[0]
         try:
             interpolator = KernelInterpolator([self.sample(length, padded) for length in knots])
@@ -231,7 +231,7 @@ class LengthProfiler:
             self.off = max(self.off, off)
             known = {length: self._exact(length, padded) for length in (*knots, proof)}
             return self._by_alignment_class(lengths, interpolator) | known
-        # Kernels may depend on the alignment of a mask's rows (`ROW`).
+        # Kernels may depend on the alignment of the attention mask's rows (`ROW`).
         if rows and odd:
             return self._family(rows, padded) | self._family(odd, padded)
         return self._line(lengths, padded)

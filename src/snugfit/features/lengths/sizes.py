@@ -155,7 +155,7 @@ def _vocabulary(at: _At) -> Iterator[Size]:
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
         other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
         candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
-        # More padding must be clearly better than less.
+        # A larger multiple must be clearly faster than a smaller one.
         if best is None or candidate.gain > best.gain + WORTH:
             best = candidate
     if best is not None and best.gain > WORTH:
@@ -177,7 +177,7 @@ def _length(at: _At) -> Iterator[Size]:
         try:
             other = replace(at, length=size, padded=at.padded or size > length)
             one = at.instead("sequence length", length, other, size, tokens=size < length)
-        except SnugfitError:  # past the model's last position
+        except SnugfitError:  # the length exceeds the model's last position
             continue
         if size > length or at.steep(other, 1 - size / length):
             candidates.append(replace(one, proposed=size > length))
@@ -199,7 +199,7 @@ def _batch(at: _At) -> Iterator[Size]:
     low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
     steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
     seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
-    # Interpolation needs three sizes, and others between them.
+    # Interpolation needs three simulated sizes, with others between them.
     if len(steps) == 2 and high - low > 2:
         seconds |= _between(at, steps, samples)
     smaller = max((size for size in seconds if size <= samples), key=lambda size: size / seconds[size])
@@ -236,7 +236,7 @@ def _widths(at: _At) -> Iterator[Size]:
     """
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
-    # These sizes belong to the job, and only widths of the model are reported here.
+    # These sizes come from the job, while this function only reports widths of the model.
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
     of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))

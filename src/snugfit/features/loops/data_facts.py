@@ -33,7 +33,7 @@ def loader_facts(loader: Any) -> Facts:
         **settings_of("loader.collate_fn", getattr(loader, "collate_fn", None)),
         **dataset_facts(getattr(loader, "dataset", None)),
     }
-    # An epoch is progress, and the batch size is compared by itself.
+    # The epoch is progress, and the batch size is compared separately.
     return {name: value for name, value in facts.items() if not name.endswith((".epoch", ".batch_size"))}
 
 
@@ -45,7 +45,7 @@ def dataset_facts(dataset: Any) -> Facts:
     count = count_of(dataset)
     if not count or not hasattr(dataset, "__getitem__"):
         return {}
-    # Reading may advance the dataset's own generators.
+    # Reading samples may advance the random generators of the dataset.
     own = OwnState(dataset)
     before = own.state()
     try:

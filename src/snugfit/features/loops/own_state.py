@@ -99,7 +99,7 @@ class _Attribute:
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
-        elif self._owner is not None and before != state:  # frozen dataclasses, too
+        elif self._owner is not None and before != state:  # the object may be a frozen dataclass
             vars(self._owner)[self._name] = _new_generator(*state) if isinstance(state, list) else state
 
     def remove(self) -> None:
@@ -142,12 +142,12 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
         for name, child, owner in _children(value):
             inner = f"{path}.{name}" if path else name
             if _kind_of(child) is not None:
-                # Several paths may lead to one generator, which is stored once.
+                # Several attribute paths may lead to one generator, which is stored once.
                 if id(child) not in visited:
                     visited.add(id(child))
                     yield inner, _Attribute(owner, name, child)
             elif child is None or isinstance(child, bool | int | float):
-                # A None may become a generator with the first batch.
+                # An attribute that is None may become a generator with the first batch.
                 if owner is not None and (child is None or not _is_librarys(owner)):
                     yield inner, _Attribute(owner, name, child)
             else:
@@ -178,7 +178,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents, None
-            except ValueError:  # not filled yet
+            except ValueError:  # the cell has no value yet
                 continue
     else:
         held = getattr(value, "__dict__", None)
@@ -225,7 +225,7 @@ _GET: dict[str, Callable[[Any], Any]] = {
 _SET: dict[str, Callable[[Any, Any], None]] = {
     # `new_tensor` has the dtype (uint8) that torch requires of a state.
     "torch": lambda generator, state: generator.set_state(generator.get_state().new_tensor(state)),
-    # JSON has made a list of the inner tuple, which `setstate` requires.
+    # JSON has changed the inner tuple to a list, while `setstate` requires a tuple.
     "python": lambda generator, state: generator.setstate((state[0], tuple(state[1]), state[2])),
     "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
     "numpy.RandomState": lambda generator, state: generator.set_state(state),

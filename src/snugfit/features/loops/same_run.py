@@ -59,7 +59,7 @@ def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
     """
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)
-    except SnugfitError:  # a technique unknown to this snugfit
+    except SnugfitError:  # this version of snugfit does not have the technique
         return differences({"recipe": before}, {"recipe": now}), []
     other = [slot for slot in Slot if old[slot] != new[slot]]
     if not other:

@@ -25,7 +25,7 @@ def path_in(value: Any, folder: Path) -> str | None:
     """Return the path of the media file that a row's value names; None if the value contains the file itself.
     A relative path begins in `folder`.
     """
-    # A mapping with bytes contains the file itself, and its path is only a name.
+    # If a mapping contains bytes, these are the file, and its path is only a name.
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     if not isinstance(value, str | os.PathLike):

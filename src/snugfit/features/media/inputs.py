@@ -85,7 +85,7 @@ class PictureInput(SampleInputs):
 
         batch = {"pixel_values": torch.randn(samples, *self.shape, generator=generator, device="cpu")}
         if len(self.shape) == 2:
-            # SigLIP 2 takes the number of rows and columns of patches beside them.
+            # SigLIP 2 also takes the numbers of rows and columns of patches.
             rows = math.isqrt(self.shape[0])
             ones = torch.ones(samples, self.shape[0], dtype=torch.long, device="cpu")
             batch["pixel_attention_mask"] = ones
@@ -129,7 +129,7 @@ class SoundInput(SampleInputs):
         """
         import torch
 
-        # A codec's stream has codes in the place of a wave.
+        # A codec's input has codes instead of a wave.
         if self.codes:
             shape = (samples, *self.shape)
             return {self.name: torch.randint(self.codes, shape, generator=generator, device="cpu")}
@@ -142,10 +142,10 @@ class SoundInput(SampleInputs):
         if self.added:
             return batch | {"input_ids": shapes.ids(samples, self.tokens, generator)}
         job, targets = shapes.job, shapes.job.target_length
-        # In seq2seq-lm, text tokens are between the sound and the target.
+        # Under seq2seq-lm, text tokens are between the sound and the target.
         asked = job.sequence_length if job.task is Task.SEQ2SEQ_LM else 0
         ids = shapes.ids(samples, asked + targets, generator)
-        # A random placeholder would mark a sound that is not there.
+        # A random placeholder token would mark a sound that does not exist.
         ids[ids == self.token] = (self.token + 1) % shapes.vocabulary
         ids = torch.cat([torch.full((samples, self.tokens), self.token, device="cpu"), ids], dim=1)
         if not job.padding:
@@ -167,7 +167,7 @@ class SoundInput(SampleInputs):
         if not self.tokens:
             return None
         labels = inputs["input_ids"].clone()
-        # Only the target is learned; a sound that is added has a label for each token but the first.
+        # The loss covers only the target. A sound that is added has a label for each token but the first.
         labels[:, : 1 if self.added else -shapes.job.target_length] = IGNORED
         if "attention_mask" in inputs:
             labels[inputs["attention_mask"] == 0] = IGNORED
@@ -196,7 +196,7 @@ def sound(config: Any) -> SoundInput | None:
         mask, shape = _MASKS.get(model_type, "input_features_mask"), _features(model_type, part)
         if not shape:
             return SoundInput("input_values", (1, VIBEVOICE_SAMPLES), mask, tokens, token or 0)
-        # Configs with source positions are Whisper's, whose features have bins first.
+        # Configs with source positions belong to Whisper, whose features have mel bins first.
         bins_first = model_type in BINS_FIRST or getattr(part, "max_source_positions", None) is not None
         added = model_type == ADDED
         return SoundInput("input_features", shape, mask, tokens, token or 0, added, 0, not bins_first)
@@ -205,7 +205,7 @@ def sound(config: Any) -> SoundInput | None:
         return SoundInput("input_ids", streams, codes=min(config.vocab_size, config.codebook_vocab_size))
     if model_type == "pop2piano":
         return SoundInput("input_features", (PIANO_FRAMES, config.d_model))
-    if not config.is_encoder_decoder or model_type == "dia":  # Dia speaks: its input is text
+    if not config.is_encoder_decoder or model_type == "dia":  # Dia generates speech, so its input is text
         return None
     shape = _features(model_type, part)
     return SoundInput("input_features", shape) if shape else SoundInput("input_values", _wave(part))
@@ -223,7 +223,7 @@ _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_en
 def _encoder(config: Any) -> Any:
     """Return the config of the sound encoder; of several nested ones the innermost."""
     for key in _ENCODERS:
-        # An integer under such a key is a size and no config.
+        # An integer under this key is a size, not a config.
         if (part := getattr(config, key, None)) is not None and not isinstance(part, int):
             return _encoder(part)
     return config
@@ -233,7 +233,7 @@ def _features(model_type: str, part: Any) -> tuple[int, ...]:
     """Return the shape of a spectrogram; empty if the model takes the waveform itself."""
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
-    if getattr(part, "conv_dim", None):  # wav2vec 2.0 and its kind have convolutions over the wave
+    if getattr(part, "conv_dim", None):  # wav2vec 2.0 and similar models have convolutions over the wave
         return ()
     if stacked:
         return FRAMES // 2, stacked

@@ -135,7 +135,7 @@ class MediaCollate:
 
         name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
         inputs = [torch.as_tensor(sample[name]) for sample in samples]
-        # The extractor pads with its own value, and marks the padding.
+        # The extractor pads with its own value, and returns a mask of the padding.
         if isinstance(self.preprocessor, SoundPreprocessor) and len({one.shape for one in inputs}) > 1:
             return {**self.preprocessor.pad(inputs), "labels": labels}
         return {name: torch.stack(inputs), "labels": labels}
@@ -211,7 +211,7 @@ def media_samples(
         targets = _texts(rows.select_columns({columns["text"]}), columns["text"], job, tokenizer)
     notes = tuple(rows.notes())
     samples = MediaSamples(media=media, column=column, preprocessor=preprocessor, notes=notes, **targets)
-    # A processor that does not fit the model fails here, and not in the first step.
+    # A processor that does not fit the model fails here, rather than in the first step.
     samples.sample(0)
     return samples
 
@@ -237,7 +237,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
             "start. Set it to 0.0 in preprocessor_config.json."
         )
     heard = sound(job.config_to_read())
-    shape = heard.shape if heard and heard.name == "input_features" else None  # waves have any length
+    shape = heard.shape if heard and heard.name == "input_features" else None  # waves may have any length
     return SoundPreprocessor(extractor=extractor, shape=shape)
 
 
@@ -267,7 +267,7 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
         )
     words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
-    # A tokenizer may begin a text with the decoder's start token, which the model adds itself.
+    # A tokenizer may start a text with the decoder's start token, which the model adds itself.
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]
     lists, cut, lost = RaggedBuilder(), 0, 0
     numbered = enumerate(rows)
@@ -312,10 +312,10 @@ def load_processor(given: Any, job: Job) -> Any:
             patterns=FILES,
             file=FILES[0],
         )
-    # A multi-part processor has the part as an attribute.
+    # A multi-part processor has the image processor or feature extractor as an attribute.
     processor = getattr(given, inner, given)
     inputs = getattr(processor, "model_input_names", None)
-    # A tokenizer is callable too, but has a vocabulary.
+    # A tokenizer can be called too, but it has a vocabulary.
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
             f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
@@ -360,9 +360,10 @@ def _load_image_processor(name: str, **options: Any) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        # Implementations differ in the last bits; Pillow's runs on every machine.
+        # Implementations of image processors differ in the last bits. The one with Pillow runs on every
+        # machine.
         return AutoImageProcessor.from_pretrained(name, backend="pil", **options)
-    except ImportError:  # older versions look for torchvision before they look at the backend
+    except ImportError:  # older versions of transformers require torchvision even for this backend
         return _by_its_class(Path(name))
 
 

@@ -31,7 +31,7 @@ class Offload(Feature):
         that is all `layers`.
         """
         wish = OFFLOAD.of(setup)
-        # The first layers differ from the rest, so nothing repeats.
+        # The first layers differ from the others, so no pattern of layers repeats.
         return 1 if wish is None or wish.first is None else layers
 
     def treats_layers_alike(self, setup: Setup) -> bool:

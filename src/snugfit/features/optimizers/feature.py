@@ -33,7 +33,7 @@ class Optimizers(Feature):
         )
     }  # fmt: skip
 
-    # Projectors and torchao's tensors are the objects.
+    # `WITH_OBJECTS` refers to GaLore's and APOLLO's projectors, and to torchao's tensors.
     refused_optimizers: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("layerwise", "lomo"), IN_BACKWARD),
         **dict.fromkeys(("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit"), WITH_OBJECTS),
@@ -50,7 +50,7 @@ class Optimizers(Feature):
         other kernels.
         """
         is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
-        # The operator is the same for one state and for two; only the number of tensors differs.
+        # One operator serves one and two states, which only differ in the number of tensors.
         if is_small and kernel.tensors < TENSORS_OF_TWO_STATES:
             return [kernel.operator + ONE_STATE]
         return ()

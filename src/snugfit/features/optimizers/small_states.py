@@ -32,7 +32,7 @@ def bitsandbytes_wish(
     keep = Call(path=f"{STEPS}:keep_embeddings", arguments={"bits": embeddings})
     return OptimizerWish(
         factory=Call(path=f"bitsandbytes.optim:{name}", arguments=arguments),
-        # bitsandbytes reads the override while the optimizer is created.
+        # bitsandbytes reads the override when the optimizer is created.
         prepare=keep if embeddings else None,
         # The Trainer always keeps embeddings in 32 bits.
         trainer_name=trainer_name if embeddings != 8 else None,
@@ -61,7 +61,7 @@ class OfBitsandbytes(Technique):
         of other weights.
         """
         prepare = self.value.prepare
-        # With 8 bits, bitsandbytes needs no override.
+        # bitsandbytes needs no override for 8 bits.
         if prepare is None or prepare.arguments["bits"] == 8:
             return ()
         return (

@@ -100,7 +100,7 @@ class Bars:
         """The value at the right end of the scale."""
         bars = [bar for group in self.groups for bar in group.bars if bar]
         ends = [end for bar in bars for end in (bar.value, bar.high or 0.0)]
-        # A scale without a length could not be drawn.
+        # An axis without length cannot be drawn.
         return max([*ends, self.limit or 0.0], default=0.0) or 1.0
 
     @property

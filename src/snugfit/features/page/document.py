@@ -38,7 +38,7 @@ def document(parts: PageParts, *, command: str, versions: Mapping[str, str], whe
 
     `command` is the command line that produced the result; `versions` are those of the packages behind it.
     """
-    # The template draws bars and timelines without the chart library.
+    # The page's template draws bars and timelines without the chart library.
     drawn = [chart for chart in parts.charts if not isinstance(chart.drawing, Bars | Timeline)]
     colours = colours_of(parts.meanings)
     data = {
@@ -110,7 +110,7 @@ def _clean(value: Any) -> Any:
     """Convert data for JSON: named tuples become objects, and texts lose their control characters."""
     if isinstance(value, str):
         return harmless(value)
-    # A named tuple is a tuple too, so it is recognised first.
+    # A named tuple is also a tuple, so it is checked first.
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

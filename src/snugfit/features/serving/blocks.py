@@ -119,7 +119,7 @@ def paged_cache(
     per_token = max((math.ceil(layer.token_numbers * number_bytes) for layer in layers), default=0)
     state = max((layer.state_numbers * state_bytes for layer in layers), default=0)
     if state and per_token:
-        # The page of attention grows until it holds a state.
+        # The page of an attention layer is enlarged until it holds a state.
         block_size = max(block_size, math.ceil(state / per_token / ALIGNMENT) * ALIGNMENT)
     page = max(per_token * block_size, state)
     kinds: Counter[Group] = Counter()

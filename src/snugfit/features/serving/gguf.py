@@ -142,7 +142,7 @@ class _HeaderReader:
             raise _fault(self._name, f"the tensor {name[:80]!r} has {dimensions} dimensions")
         shape = tuple(self._number("<Q") for _ in range(dimensions))
         kind = self._number("<I")
-        self._number("<Q")  # the offset of its data, which is not read
+        self._number("<Q")  # offset of the tensor's data, which is not read
         numbers = math.prod(shape)
         if not 0 < numbers < 1 << 50:
             raise _fault(self._name, f"the tensor {name[:80]!r} has the shape {list(shape)}")

@@ -144,7 +144,7 @@ def _from_config(request: ServingRequest) -> _ServedParts:
             f"{request.model.name} is quantized by {layout.name}, which llama.cpp does not read. Name a "
             ".gguf file of the model."
         )
-    # The embedding stays on the host; a tied one is copied to the GPU as the head (`load_tensors`).
+    # The embedding stays on the host. If it is tied to the head, the GPU gets a copy (`load_tensors`).
     tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
     on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
     longest = sizes.longest or STATES_CONTEXT
@@ -160,7 +160,7 @@ def _from_header(header: GgufHeader) -> _ServedParts:
             f"{header.name}: it has no token_embd.weight, so it is not a model of text. Name another file."
         )
     total = sum(tensor.size for tensor in header.tensors)
-    # The embedding stays on the host; without a head of its own, a copy is on the GPU.
+    # The embedding stays on the host. A model without a head gets a copy on the GPU.
     weights = total - embedding.size if "output.weight" in tensors else total
     largest = max(header.tensors, key=lambda tensor: tensor.size if "blk." in tensor.name else 0)
     return _ServedParts(

@@ -58,7 +58,7 @@ def _predict_paged(request: ServingRequest) -> ServingAnswer:
         )
     sizes = read_sizes(request.model, request.tensor_parallel)
     dtype = request.dtype or request.model.dtype or "float16"
-    # Engines load checkpoints in fp32 as 16 bits unless the dtype is named.
+    # Engines load fp32 checkpoints in 16 bits, unless the user sets a dtype.
     if dtype == "float32" and request.dtype is None:
         dtype = "float16"
     if dtype not in ("float32", "float16", "bfloat16"):

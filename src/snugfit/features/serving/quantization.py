@@ -58,7 +58,7 @@ class LinearLayout:
     """True if only the matrices of experts are quantized."""
 
     def __post_init__(self) -> None:
-        # Sizes come from a file; `read_layout` reports the error.
+        # Sizes come from a file, and `read_layout` reports an error.
         if not 1 <= self.bits <= MOST_BITS or self.rows < 1 or self.group < 0:
             raise ValueError(f"{self.bits} bits in groups of {self.group}")
 

@@ -71,7 +71,7 @@ def predict_sglang(
     chunk, graphs = _defaults(request, capacity)
     share = request.utilization or _default_share(request, capacity, chunk, graphs)
     held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
-    # Communication is set up before the free memory is read.
+    # Communication buffers are allocated before the free memory is read.
     outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
     free = total - outside
     available = int(free * share) - held
@@ -80,7 +80,7 @@ def predict_sglang(
     tokens = request.tokens or length
     token, state = _token_bytes(sizes, cached), _state_bytes(sizes, number)
     page = request.block_size or 1
-    # States take their share first (`handle_max_mamba_cache`, with the cache of prefixes, the default).
+    # Memory for states is divided first (`handle_max_mamba_cache`, with the prefix cache, the default).
     states = int(max(0, available) * STATE_RATIO / (1 + STATE_RATIO)) // state if state else 0
     room = max(0, available - states * state)
     requests = states // STATES_PER_REQUEST

@@ -108,7 +108,7 @@ def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
     return ModelSizes(
         hidden=hidden,
         vocabulary=_first(text, "vocab_size"),
-        # Architectures without the key have four times the width (GPT-2, Falcon, BLOOM).
+        # For architectures without the key, the MLP is four times as wide (GPT-2, Falcon, BLOOM).
         intermediate=intermediate or 4 * hidden,
         heads=heads,
         key_heads=0 if getattr(text, "kv_lora_rank", None) else _key_heads(text),
@@ -147,7 +147,7 @@ def _kinds_without_list(config: Any, count: int) -> list[str]:
     """Return the type of each layer (attention, window, Mamba, ...) of an architecture whose config does not
     list them.
     """
-    # Mistral and Phi-3 have one window for all layers; Mixtral's config has the key without a value.
+    # Mistral and Phi-3 have one window for all layers. Mixtral's config has the key without a value.
     return ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * count
 
 
@@ -172,7 +172,7 @@ def _key_heads(config: Any) -> int:
     """Return the number of key and value heads over all ranks. Without one in the config, it is that of query
     heads.
     """
-    # Older configs mark one head of keys by a switch, which Falcon's newer architecture ignores.
+    # Older configs set a single key head by a switch, which Falcon's newer architecture ignores.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     return _first(config, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads")
@@ -258,7 +258,7 @@ def _first(config: Any, *names: str) -> int:
     """Return the first integer that a config has under one of these keys; 0 if there is none."""
     for name in names:
         value = getattr(config, name, None)
-        # Some configs give a size for each layer; the largest decides the memory of one run.
+        # Some configs have a size for each layer. The largest one decides the memory.
         if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
             return int(max(value))
         if isinstance(value, int) and not isinstance(value, bool) and value:

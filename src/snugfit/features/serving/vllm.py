@@ -174,10 +174,10 @@ def profile_peak(
         # multiprocessor (`v1/sample/ops/topk_topp_triton.py`, `apply_top_k_top_p_triton`).
         programs = min(1 << (rows - 1).bit_length(), request.gpu.sm_count or 0)
         sampler += programs * sizes.vocabulary * 4
-    # All hidden states of the forward pass stay. Each sequence's last one is copied, and
+    # All hidden states of the forward pass stay alive. Each sequence's last one is copied, and
     # `_dummy_sampler_run` has random ones of this shape.
     sampler += hidden + 2 * rows * sizes.hidden * number
-    # `profile_run` caches outputs of the encoder for a batch (`v1/core/encoder_cache_manager.py`,
+    # `profile_run` keeps the encoder's outputs for a batch (`v1/core/encoder_cache_manager.py`,
     # `compute_mm_encoder_budget`).
     encoder = hidden if sizes.multimodal else 0
     return max(forward, sampler) + workspace + encoder
@@ -216,7 +216,8 @@ def _options(request: ServingRequest, sizes: ModelSizes) -> Options:
     largest = request.minor >= LARGER_DEFAULTS and (request.gpu.memory_bytes or 0) >= LARGEST_GPU
     length = request.max_model_len or sizes.longest or DEFAULT_LENGTH
     sequences = request.max_num_seqs or (1024 if large else 256)
-    # A default does not exceed the tokens of all sequences, nor one token for each of them.
+    # The default number of tokens is at most that of all sequences, and the one of sequences at most that of
+    # tokens.
     tokens = min(16384 if largest else 8192 if large else 2048, sequences * length)
     batched = request.max_batched_tokens or tokens
     return Options(share, batched, request.max_num_seqs or min(sequences, batched), length)

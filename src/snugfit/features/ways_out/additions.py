@@ -70,7 +70,7 @@ def prepare_search(request: Request) -> None:
 
     limited = request.gpu is not None or request.memory_bytes is not None
     searched = limited and request.gpus == 1 and request.job.added_phase is None and not _is_refused(request)
-    # A copy of a test's or a notebook's process would keep its memory until that ends.
+    # A copy of a test's or notebook's process would occupy its memory until that process ends.
     if searched and OWN_PROCESS.get():
         from snugfit.features.ways_out.early_server import start_as_copy
         from snugfit.planning.request import workers_of
@@ -85,7 +85,7 @@ def with_ways_out(request: Request, predictions: Sequence[Prediction]) -> list[P
     For several GPUs there are none, and the report names the command of a plan instead.
     """
     first, *further = predictions
-    # A search compares training steps, so it has no answer for a feature's phase.
+    # The search compares training steps, and does not support other phases.
     if any(one.fits is not False for one in predictions) or first.job.added_phase is not None:
         return [*predictions]
     if _is_refused(request):
@@ -113,7 +113,7 @@ def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
 
 def _is_refused(request: Request) -> bool:
     """Return True if the command's options exclude the search for changes that fit (`--no-ways-out`)."""
-    # `--quiet` prints the first line alone, which no change alters.
+    # `--quiet` prints only the first line, in which no change appears.
     return any(request.flags.get(name) for name in ("no_ways_out", "quiet"))
 
 
@@ -131,7 +131,7 @@ def _ways_out(
         from snugfit.features.ways_out.search import ways_out
         from snugfit.planning.request import workers_of
 
-        # With two workers, the changes for an 8B model are found within 20 seconds on two cores.
+        # With two workers, changes for an 8B model are found within 20 seconds on two cores.
         return ways_out(prediction, keep=named, beyond=beyond, workers=workers_of(None), tell=tell)
 
     asked: dict[str, Any] = {
@@ -210,7 +210,7 @@ def ways_out_of(
     """
     try:
         return "\n".join(_lines(job, recipe, gpu, memory_bytes, loop))
-    except Exception:  # the caller has an error of its own, which no other may hide
+    except Exception:  # the caller raises an error of its own, which another one must not hide
         return ""
 
 

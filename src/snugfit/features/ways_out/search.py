@@ -90,7 +90,7 @@ def ways_out(
             pool=pool,
         )
         for recipes in _stages(lighter, degrees, offers, tell):
-            # As many as are missing are predicted together, so that each worker has one.
+            # As many as are missing are predicted concurrently, one in each worker.
             while (missing := OFFERED - len(offers)) and (batch := [*islice(recipes, missing)]):
                 offers |= _offers(prediction, batch, lighter)
             if not missing:
@@ -148,7 +148,7 @@ def _offers(
             loop=prediction.loop,
             software=prediction.software,
         )
-        # None is for a recipe that this loop, or this software, does not run.
+        # None stands for a recipe that this loop or the installed software does not support.
         costs = (None if one is None else (one.needed_bytes, _seconds(one)) for one in predicted)
     return {
         recipe: offer
@@ -212,7 +212,7 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
     for gpu in [gpu for gpu in _by_memory() if (gpu.memory_bytes or 0) >= needed][:LARGER_GPUS]:
         try:
             predicted = predict(job, recipe, gpu=gpu, **how)
-        except SnugfitError:  # an older GPU may not run a technique
+        except SnugfitError:  # an older GPU may not support a technique
             continue
         if predicted.fits and not predicted.tight:
             return LargerGpu(

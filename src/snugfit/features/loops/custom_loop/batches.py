@@ -112,7 +112,7 @@ class Batches:
         return self._before_used is not None
 
     def _state(self) -> Mapping[str, Any]:
-        if self._saved is not None:  # no batch was yielded since the resume
+        if self._saved is not None:  # no batch has been yielded since the resume
             return self._saved
         rng, marks, used = self._data.rng, self._data.marks, self.position
         began = rng.now if self._prefetcher is None else rng.at_epoch_start
@@ -140,7 +140,7 @@ class Batches:
         for name in ("epoch", "place"):
             if type(state[name]) is not int or state[name] < 0:
                 raise TypeError(f'"{name}" is {state[name]!r}; it must be a whole number from 0')
-        states_from_json(state["next"]), mark_from_json(state.get("last"))  # an error here names the file
+        states_from_json(state["next"]), mark_from_json(state.get("last"))  # errors name the file
         self.epoch, self._data.used = state["epoch"], state["place"]
         self._saved = {**state, "now": state["began"]}
         self._data.resume(self._saved)

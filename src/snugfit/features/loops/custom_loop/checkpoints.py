@@ -50,12 +50,12 @@ class RunFolder:
     """The locked output folder of one run, and its handling of stop signals, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
-        # The deepest folder comes first, so that each one is empty when it is removed.
+        # The deepest folder comes first, so that each folder is empty when it is removed.
         above = [folder.absolute(), *folder.absolute().parents]
         self._made = [path for path in above if not os.path.lexists(path)]
         self._open = contextlib.ExitStack()
         self.store = self._open.enter_context(open_store(folder, begin_anew="without resume()"))
-        # The stack closes in reverse order: the lock's file is removed while the lock is still held.
+        # The stack closes in reverse order, so that the lock's file is removed while it is locked.
         self._open.callback(self._remove_unused)
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
         """Stop signals, and the trigger file that requests a checkpoint."""
@@ -118,7 +118,7 @@ class RunCheckpoints:
         """
         self.begin()
         batches = self._batches.to_json(repeating=repeated_loss is not None)
-        if repeated_loss is not None:  # replaces a checkpoint that the loop saved meanwhile
+        if repeated_loss is not None:  # replaces a checkpoint that the loop saved for this step
             self._manager.saved_step = None
         position = json.dumps({**batches, "repeated_loss": repeated_loss}) + "\n"
         self._manager.save(
@@ -147,7 +147,7 @@ class RunCheckpoints:
             position = json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8"))
             self._batches.resume(position)
         self.repeated_loss = position.get("repeated_loss")
-        # A resumed run continues these checkpoints, so `begin` must not rename them.
+        # A resumed run continues these checkpoints, so `begin` must not rename them away.
         self._manager.saved_step, self._begun = checkpoint.step, True
         self.journal.tell("note", text=f"The run continues after step {checkpoint.step:,}.")
         return True

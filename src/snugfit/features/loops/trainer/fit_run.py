@@ -127,7 +127,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
             )
             yield trainer.snugfit_run
         finally:
-            checkpoints.wait()  # no writes after the folder is unlocked
+            checkpoints.wait()  # no process may write after the folder is unlocked
             trainer.snugfit_run = None
 
 
@@ -233,7 +233,7 @@ class ModuleTree:
     def _all_parameters(self) -> list[nn.Parameter]:
         self.modules()
         parameters = dict.fromkeys(chain.from_iterable(map(_VALUES, self._parameter_dicts)))
-        parameters.pop(None, None)  # the bias of a layer without one is None
+        parameters.pop(None, None)  # a layer without a bias has None here
         return list(parameters)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -40,7 +40,7 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)
     what = f"Memory ran out in step {number} ({cause}). The step is repeated with the recipe"
     _go_on(trainer, run, exhausted, number, what)
-    # The repeated step draws the same random numbers as the failed one.
+    # The repeated step uses the same random numbers as the failed one.
     set_rng_states(run.step.rng_at_step_start, trainer.args.device)
 
 

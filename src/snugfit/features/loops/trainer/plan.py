@@ -94,7 +94,7 @@ def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
         raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
-    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer's own stays, whichever it is
+    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer keeps its own sharding
     says = f"{where}. The trainer keeps its own settings, '{recipe}'"
     return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
 
@@ -141,7 +141,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     default = {Slot.OPTIMIZER} if own.default_optimizer else set()
     whole = (
         {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
-    )  # the user's batching stays where a split is wrong or unclear
+    )  # the user's batch stays whole if splitting it would be wrong or is unclear
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")

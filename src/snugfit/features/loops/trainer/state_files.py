@@ -86,7 +86,7 @@ class StateFiles:
 
     def note_before_evaluation(self) -> None:
         """Copy the values of the trainer's state that an evaluation changes, before it starts."""
-        # The Trainer adds its count of operations to its state only now and then.
+        # The Trainer only sometimes adds its count of operations to its state.
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
 
@@ -111,12 +111,12 @@ class StateFiles:
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
             after_first = extra.get(OF_OTHERS, [])
             processes = 1 + len(after_first)
-            if processes != self._ranks.size:  # all continue from the first's position and the mean loss
+            if processes != self._ranks.size:  # continue from the first one's position
                 extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
             elif self._ranks.rank:
                 extra |= after_first[self._ranks.rank - 1]
             if (extra["data"]["rows"], processes) != (rows, self._ranks.size):
-                extra["data"]["last"] = None  # no batch has this size any more
+                extra["data"]["last"] = None  # batches have another size now
             extra["processes"] = processes
         return extra
 
@@ -159,7 +159,7 @@ class StateFiles:
                     restore_frozen(state._trainer.model, state.folder)
 
         callback = RestoreFrozen()
-        # A callback that is added last runs after the user's own.
+        # A callback that is added last runs after those of the user.
         self._trainer.add_callback(callback)
         try:
             yield
@@ -177,7 +177,7 @@ class StateFiles:
         self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
         restore_logged_losses(self._trainer, self._extra_state)
         self._restore_rng(self.folder)
-        if self.position is None or self.position[1]:  # a starting epoch may freeze and unfreeze
+        if self.position is None or self.position[1]:  # the start of an epoch may freeze and unfreeze weights
             restore_frozen(self._trainer.model, self.folder)
         data: dict[str, Any] = self._extra_state["data"]
         return data

@@ -40,11 +40,11 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
     predict = predict_nothing if unknown else run_predictor(device)
 
     def predict_run(job: Job, recipe: Recipe) -> RunAnswer | Future[RunAnswer]:
-        # Starting a prediction must not advance the generators of the training.
+        # Starting a prediction must not advance the random generators of the training.
         with preserve_rng(device):
             return predict(job, recipe)
 
-    every = round(trainer.args.logging_steps)  # below 1 it is a share of all steps
+    every = round(trainer.args.logging_steps)  # a value below 1 is a share of all steps
     logger = StepLogger(journal, device, every=max(1, every), predict=predict_run)
     logger.restart(trainer.snugfit.job, trainer.snugfit.recipe)
     logger.watch_retries()
@@ -81,7 +81,7 @@ class StepTimer:
         """Context whose duration counts as time for loading micro-batches."""
         began = time.perf_counter()
         yield
-        # A fetch delays nothing while the device still computes.
+        # Fetching a batch delays nothing while the device is still computing.
         if self._launched is None or self._launched.query():
             self._stalled += time.perf_counter() - began
 

@@ -33,7 +33,7 @@ SAVES_MODEL = ("_save", "save_model")
 
 def weights_folder(checkpoint: Path) -> Path:
     """Return the folder of the weights in a checkpoint of a Trainer under `fit`."""
-    own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, next to the model's state
+    own = checkpoint / OWN_WEIGHTS  # or an adapter with this name, next to the model's state
     return own if own.is_dir() and not has_model_state(checkpoint) else checkpoint
 
 
@@ -101,7 +101,7 @@ class UsersFiles:
         try:
             files.mkdir(parents=True)
             self._write = lambda: self._write_own(snapshot, files)
-            # The user's methods write to this folder, which is the draft meanwhile.
+            # The user's methods write to this folder, which is temporarily the draft.
             args.output_dir = str(beside)
             save()
             self.write_own()
@@ -112,7 +112,7 @@ class UsersFiles:
             return CollectedFiles(**collected, fault=fault)
         finally:
             args.output_dir = output_dir
-        # Files next to the checkpoint belong in the real output folder.
+        # Files that the user writes next to the checkpoint belong in the real output folder.
         for path in beside.iterdir():
             if path != files:
                 _move_into(path, self._root)

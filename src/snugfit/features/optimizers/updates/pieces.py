@@ -51,7 +51,7 @@ class FusedAdamW(OwnAdamW, ABC):
         """Run one optimizer step on all weights that have a gradient."""
         refuse_closure(self, closure)
         for group in self.param_groups:
-            # An empty weight has no update, and no piece.
+            # A weight without elements has no update.
             weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
             self.update_weights(weights, group)
 
@@ -85,7 +85,7 @@ def pieces(
         piece: list[Part] = []
         total = 0
         for part in alike:
-            # An item larger than the limit is a piece alone.
+            # An item above the limit forms a slice of its own.
             if piece and total + size(part) > most:
                 yield piece
                 piece, total = [], 0
@@ -124,7 +124,7 @@ class AdamWInPieces(FusedAdamW):
             if not state:
                 state.update({STEP: 0, **self.new_state(weight)})
             state[STEP] += 1
-            # torch's kernel takes one step count and one dtype for all weights.
+            # torch's kernel takes a single step count and a single dtype for all weights.
             by_kind.setdefault((state[STEP], weight.dtype, tuple(state)), []).append(weight)
         for alike in by_kind.values():
             parts = (rows for weight in alike for rows in self._split(weight))
@@ -135,7 +135,7 @@ class AdamWInPieces(FusedAdamW):
         """Yield a weight's rows in slices of at most `AT_ONCE` elements."""
         parts = torch.atleast_1d(weight)
         width = math.prod(parts.shape[1:])
-        # A slice must have whole blocks, so its rows are a multiple of this number.
+        # A slice must consist of whole blocks, so its number of rows is a multiple of this number.
         least = self.numbers_in_a_block // math.gcd(self.numbers_in_a_block, width)
         at_once = max(1, AT_ONCE // width // least) * least
         state = self.state[weight]
@@ -144,7 +144,7 @@ class AdamWInPieces(FusedAdamW):
         for start in range(0, len(parts), at_once):
             end = min(start + at_once, len(parts))
             cut = {
-                # A packed state has fewer elements than its weight, so it is cut in proportion.
+                # A packed state has fewer elements than its weight, so it is sliced in proportion.
                 name: value[start * len(value) // len(parts) : end * len(value) // len(parts)]
                 for name, value in whole.items()
             }
@@ -155,10 +155,10 @@ class AdamWInPieces(FusedAdamW):
         weights = [rows.weight for rows in piece]
         exact, slope = gather(weights), gather([rows.gradient for rows in piece])
         moments = tuple(self.widen(piece, name) for name in MOMENTS)
-        # torch's kernel counts the step itself.
+        # torch's kernel increments the step itself.
         before = torch.full((), piece[0].step - 1.0, dtype=torch.float32, device=exact.device)
         fused_adamw([[exact], [slope], *([moment] for moment in moments)], [before], group)
-        # The gradient's copy is not needed for the moments, whose temporaries are large.
+        # The gradient's copy is freed before the moments, whose temporaries are large.
         del slope
         self.narrow(piece, moments)
         self.write(weights, exact)
