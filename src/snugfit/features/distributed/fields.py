@@ -1,4 +1,4 @@
-"""The fields of `Setup` that this feature adds."""
+"""The fields of `Setup` (settings of a training step) that this feature adds."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class ParallelWish(SeveralProcesses):
     """Value of the field `parallel`: processes that train one model by torch.distributed, one for each GPU (a
     rank).
 
-    They form a mesh. Along its data axis each has a part of the global batch. Along the others ranks work on
-    the same samples, and each has a part of their work.
+    They form a device mesh. Along its data axis, each rank has a part of the global batch. Along the other
+    axes, ranks share the work on the same samples.
     """
 
     weights: str = "copied"
@@ -147,8 +147,8 @@ class ParallelWish(SeveralProcesses):
 
     def counts(self, rank: int) -> float:
         """Return the weight of this rank's loss in the sum of all ranks' losses, from 0 to 1. Ranks that
-        share sequences have equal weights that add up to 1. Among other ranks with the same samples, one rank
-        of the last pipeline stage has 1.
+        share sequences have equal weights that sum to 1. Among other ranks with the same samples, one in the
+        last pipeline stage has weight 1.
         """
         # Only the last stage has a loss. The loss of each part of a sequence is scaled as if it were the
         # whole one's.
@@ -157,8 +157,9 @@ class ParallelWish(SeveralProcesses):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis of a mesh except the data axis; axes of one are left
-        out."""
+        """Return the number of ranks along each axis of the device mesh except the data axis. Axes of size
+        one are left out.
+        """
         counts = {"stages": self.stages, "context": self.context, "tensor": self.tensor}
         return {axis: count for axis, count in counts.items() if count > 1}
 

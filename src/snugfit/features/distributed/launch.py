@@ -5,9 +5,9 @@ It equals `torchrun --nproc-per-node N -m snugfit ...`, with four additions.
 - Signals are passed on. No SIGKILL follows after 30 seconds as with torchrun, since a checkpoint may take
   longer. A second signal ends the run at once.
 - The processes' ends are summarized in one message and one exit code.
-- The processors are shared: each process gets its share of the cores as threads.
-- When one process runs out of memory and records that the run can continue (`start_again.py`),
-  all are started again. Each recipe needs less memory than the last, until none is left.
+- CPU cores are divided: each process gets its share of the cores as threads.
+- When one process runs out of memory and records that the run can continue (`start_again.py`), all are
+  started again. Each recipe needs less memory than the last, until none is left.
 
 No other error starts the processes again: the same command resumes the run.
 """
@@ -71,7 +71,7 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
 
 
 def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]:
-    """Start the command once in several processes; return their exit code, or their failures by rank."""
+    """Run the command once in several processes. Return their exit code, or their failures by rank."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -168,8 +168,8 @@ def _can_start_again(failures: Mapping[int, Any]) -> bool:
 
 
 def _order(failure: Any) -> int:
-    """Return a sort key of a failed process: 0 for the likely cause of the run's end, more for its
-    consequences. torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
+    """Return a sort key of a failed process: 0 for the likely cause of the run's end, more for consequences.
+    torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
     """
     if _error_of(failure) is not None:
         return 0

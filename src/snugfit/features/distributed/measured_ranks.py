@@ -71,8 +71,9 @@ class RankGroup:
     def run_further(
         self, step: Step, steps: int, timed: Observer, when_timed: Callable[[], None]
     ) -> Fabric | None:
-        """Run `steps` timed steps, call `when_timed`, and run a few more, in which the first rank measures
-        the exchanges."""
+        """Run `steps` timed steps, call the function `when_timed`, and run a few more steps. In these, the
+        first rank measures the exchanges.
+        """
         return run_further(step, steps, timed, when_timed, profiles=self.rank == 0)
 
     def leave(self) -> None:
@@ -117,8 +118,8 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Seconds of one step in which NCCL kernels ran on this GPU, in total and without any other kernel beside
-    them.
+    """Seconds of one step in which NCCL kernels ran on this GPU: in total, and without another kernel at the
+    same time.
     """
 
     seconds: float
@@ -178,8 +179,8 @@ class FabricProfiler:
 def run_further(
     step: Step, steps: int, timed: Observer, when_timed: Callable[[], None], *, profiles: bool
 ) -> Fabric | None:
-    """Run timed steps and a few more; return the measured seconds of collectives if this rank `profiles` and
-    NCCL kernels ran.
+    """Run timed steps and a few more. Return the measured seconds of collectives if this rank `profiles` and
+    NCCL kernels ran; otherwise None.
     """
     profiler = FabricProfiler() if profiles else None
     step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))

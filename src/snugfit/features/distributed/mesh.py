@@ -1,8 +1,9 @@
-"""A mesh as text: `fsdp=4, tensor=2` is a recipe's techniques for several GPUs, with their numbers of GPUs.
+"""Device meshes in text form: `fsdp=4, tensor=2` is a recipe's techniques for several GPUs, with their
+numbers of GPUs.
 
-Each word is a technique of a slot for several GPUs. Its number is the GPUs along that axis; the numbers
-multiply. `replicate` is the number of copies of sharded weights. Techniques of the data axis (`ddp`, `fsdp`)
-have no number in a recipe, because `--gpus` sets it; the others have.
+Each word is a technique for several GPUs. Its number is the GPUs along that axis; the numbers multiply.
+`replicate` is the number of copies of sharded weights. Techniques of the data axis (`ddp`, `fsdp`) have no
+number in a recipe, because `--gpus` sets it; the others have.
 """
 
 from __future__ import annotations

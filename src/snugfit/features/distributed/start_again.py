@@ -156,15 +156,13 @@ def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the record of exhausted memory from the run's folder."""
+    """Remove the record of exhausted memory (`out-of-memory.json`) from the run's folder."""
     with suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """Return the run's fields that must equal those in the record, so that it continues the run that ran out
-    of memory.
-    """
+    """Return the fields of a run that must equal those in a record for the record to apply."""
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))
     return read

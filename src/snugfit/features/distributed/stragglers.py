@@ -33,7 +33,7 @@ LEAST_SECONDS = 1e-3
 
 @final
 class Stragglers:
-    """Comparison of the step times of a run's processes."""
+    """Comparison of the step times of a run's processes, which finds a slow one."""
 
     def __init__(self, ranks: Ranks, journal: Journal, *, every: int) -> None:
         self._ranks, self._journal, self._every = ranks, journal, every

@@ -148,7 +148,7 @@ def _offers(
             loop=prediction.loop,
             software=prediction.software,
         )
-        # None stands for a recipe that this loop or the installed software does not support.
+        # None means a recipe that this loop or the installed software does not support.
         costs = (None if one is None else (one.needed_bytes, _seconds(one)) for one in predicted)
     return {
         recipe: offer

@@ -73,8 +73,8 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
 
 
 def told_to_accelerate(setup: Setup) -> Setup:
-    """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's mixed
-    precision.
+    """Return the Setup with the dtype of gathered weights moved to autocast, because accelerate has one
+    setting of mixed precision for both.
     """
     wish = PARALLEL.of(setup)
     if wish is None or wish.dtype is None:
@@ -129,7 +129,7 @@ def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 def training_arguments(wish: ParallelWish) -> dict[str, Any]:
     """Return the `TrainingArguments` that distribute the model over processes, as a dict."""
-    # The Trainer uses DDP by itself in one of several processes, without arguments.
+    # Return the `TrainingArguments` that distribute the model over processes, as a dict by name.
     if wish.weights == "copied":
         return {}
     config = {"version": 2, "reshard_after_forward": wish.reshard != "none", "cpu_offload": wish.on_host}

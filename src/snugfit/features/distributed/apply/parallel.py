@@ -82,8 +82,8 @@ class ParallelHandler(Handler):
         import torch.nn.parallel  # noqa: F401
 
     def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Register ring attention in transformers, so that the model's constructor finds it by name. Return
-        no arguments.
+        """Register ring attention (sequences cut over ranks) in transformers, so that the model's constructor
+        finds it by name. Return no arguments.
         """
         if value is not None and value.context > 1:
             ring_attention.register()
@@ -185,8 +185,8 @@ class ParallelHandler(Handler):
         return functools.partial(all_of, contexts) if contexts else None
 
     def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return a context in which evaluation splits sequences over ranks (context parallelism); None
-        without context parallelism.
+        """Return a context in which evaluation splits sequences over ranks (context parallelism); None if
+        sequences stay whole.
         """
         if value.context == 1:
             return None
@@ -205,7 +205,7 @@ class ParallelHandler(Handler):
         return functools.partial(by_accelerate.one_of_several, device, value)
 
     def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
-        """Return a model on the host; accelerate moves each process's shards to its GPU."""
+        """Return a model on the host, from which accelerate moves each process's shards to its GPU."""
         if value.weights != "sharded":
             return None
         model = build(stays=True)
@@ -271,10 +271,10 @@ def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
 def _release_first_buckets(model: Any) -> None:
     """Release the memory of DDP's first buckets, which DDP replaces in the second step.
 
-    NCCL holds the first buckets until two conditions are met. A thread, which polls every 100 ms, has found
-    them done, and another exchange begins (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the
-    second step had a second set of gradients, or not, by chance: 1,278 MiB of BERT-large on two H200s.
-    Waiting for that thread, and one exchange, free them at once.
+    NCCL holds the first buckets until two conditions are met. A thread that polls every 100 ms must find them
+    done, and another exchange must begin (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So by
+    chance the second step had a second set of gradients in memory, or not: 1,278 MiB of BERT-large on two
+    H200s. Waiting for that thread, and one exchange, free them at once.
     """
     import torch
     import torch.distributed as dist
@@ -357,11 +357,9 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
 
 
 def give_back_whole_weights(device: str) -> None:
-    """Empty the allocator's cache on a device of this type, once each process has its shards of the weights.
-
-    Otherwise the memory of whole layers stays in pieces of their sizes, and later requests fill them only in
-    part. More would be reserved than by loops that never have whole weights (torchtitan's,
-    dev/several-gpus.md).
+    """Empty the allocator's cache on a device of this type, after each process has sharded its weights.
+    Otherwise blocks of the size of whole layers stay cached, and later requests fill them only in part. More
+    would be reserved than by loops that never have whole weights (torchtitan's, dev/several-gpus.md).
     """
     import torch
 
@@ -385,7 +383,7 @@ ACCELERATE_S_FSDP = (
 
 
 def _imports(wish: ParallelWish) -> tuple[str, ...]:
-    """Return the import lines of a torch script that distributes the model."""
+    """Return the import lines for the code that distributes the model in an exported script of torch."""
     if wish.weights == "copied":
         return ("from torch.nn.parallel import DistributedDataParallel",)
     names = (*(("CPUOffloadPolicy",) if wish.on_host else ()), "MixedPrecisionPolicy", "fully_shard")

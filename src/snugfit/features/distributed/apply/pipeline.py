@@ -1,4 +1,5 @@
-"""The passes of a step in stages: torch's own pipelining (`torch.distributed.pipelining`).
+"""Forward and backward passes of a step in pipeline stages, by torch's own pipelining
+(`torch.distributed.pipelining`).
 
 torch's schedule orders this stage's forward and backward passes of the micro-batches, and sends and receives
 between them. It gets the shapes of the tensors between stages, so it need not find them by a trial run. Its
@@ -102,11 +103,10 @@ class StagePasses:
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
-        """Run a step's forward and backward passes, leaving gradients in the parameters. Return each
-        micro-batch's part of the loss.
-
-        The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
-        this `shape` (B, S). The batch is cut into one micro-batch for each of the `shares`.
+        """Run a step's forward and backward passes, which leave gradients in the parameters. Return each
+        micro-batch's part of the loss. The list is empty unless this process computes the loss. `inputs` are
+        on the device, of a batch of this `shape` (B, S). The batch is cut into one micro-batch for each of
+        the `shares`, its weights in the loss.
         """
         import torch
 
@@ -191,8 +191,8 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank of the process that runs a pipeline stage, counted within the pipeline of this copy
-        of the model.
+        """Return the rank of the process that runs a pipeline stage, within the stages of this copy of the
+        model.
         """
         import torch.distributed as dist
 

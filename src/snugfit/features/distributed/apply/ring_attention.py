@@ -39,8 +39,8 @@ SEQUENCE = 2
 
 
 def register() -> None:
-    """Register ring attention under a name in transformers. Without a mask function of that name, models make
-    no masks. torch's ring is extended to CPUs too.
+    """Register ring attention (sequences cut over ranks) under a name in transformers. Without a mask
+    function of that name, models make no masks. torch's ring is extended to CPUs too.
     """
     import torch
     from torch.distributed.tensor.experimental._context_parallel import _attention as around
@@ -121,7 +121,7 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
 
 
 class _Passes:
-    """Counter of calls of ring attention within one batch."""
+    """Counter of the attention layers that called ring attention within one batch."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -29,7 +29,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
 
 
 def spreads_states(optimizer: Any) -> bool:
-    """Return True if this optimizer's states are distributed over the processes, as by
+    """Return True if this optimizer's states are distributed over the processes, as in
     `ZeroRedundancyOptimizer`.
     """
     return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)

@@ -90,7 +90,7 @@ def position_of(wish: ParallelWish, rank: int) -> int:
 
 
 def stages_at(position: int, wish: ParallelWish) -> range:
-    """Return the indices of the pipeline stages that the process at this position has."""
+    """Return the indices of the pipeline stages that run in the process at this position of the pipeline."""
     return range(position, wish.all_stages, wish.stages)
 
 

@@ -1,6 +1,4 @@
-"""Joining of optimizer states and weights from all processes, for the parts of a checkpoint that are not
-sharded.
-"""
+"""Joins optimizer states and weights from all processes, for the parts of a checkpoint that are not sharded."""
 
 from __future__ import annotations
 

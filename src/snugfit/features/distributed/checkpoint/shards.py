@@ -169,7 +169,7 @@ class ShardedSnapshot:
             self._write_parts(Path(folder))
 
     def close(self) -> None:
-        """If no checkpoint folder was created, release the other processes, which wait for its name from the
+        """Release the other processes if no checkpoint folder was created: they wait for its name from the
         first process.
         """
         # Without an error message, the other processes would wait in `write_share`.
@@ -217,8 +217,8 @@ def shards_of(
 
 
 def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
-    """Return copies of this process's shards on the host. Under DeepSpeed's engine, weights and states are
-    gathered one by one, copied and freed.
+    """Return copies of this process's shards on the host, by name. Under DeepSpeed's engine, weights and
+    states are gathered one by one, copied and freed.
     """
     if not is_of_engine(state.optimizer):
         return {name: _on_host(part, staging) for name, part in _parts(state).items()}
@@ -326,7 +326,9 @@ def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
 
 
 def _is_of_owner(value: Any) -> bool:
-    """Return True for a tensor that only one process writes into a checkpoint; False for a single number."""
+    """Return True for a tensor that only one process writes into a checkpoint; False for a scalar, which is
+    saved with the other state.
+    """
     import torch
 
     return isinstance(value, torch.Tensor) and value.dim() > 0
@@ -453,8 +455,8 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Add an empty tensor for each saved optimizer state (AdamW's moments) to the optimizer, and return these
-    tensors by name.
+    """Create an empty tensor for each saved optimizer state (such as AdamW's moments) in the optimizer, and
+    return these tensors by name.
     """
     import torch
 
@@ -554,10 +556,9 @@ def put_parts(
     known: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Copy optimizer states from a checkpoint's shards into DeepSpeed's flat partitions.
-
-    `known` has the metadata of each state under `weight/state`. `read` returns some of the states, whole. The
-    numbers of updates must be in the optimizer's `state` already.
+    """Copy optimizer states from a checkpoint's shards into DeepSpeed's flat partitions. `known` has the
+    metadata of each state under `weight/state`. `read` is a function that returns some of the states, whole.
+    The numbers of updates must be in the optimizer's `state` already.
     """
     optimizer: Any = state.optimizer
     counts = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
@@ -574,7 +575,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of saved optimizer states in groups, each of which is read at once."""
+    """Yield the metadata of saved optimizer states in groups small enough to be read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

@@ -223,8 +223,8 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Context that raises the error of one process in place of torch's list of all errors. System errors come
-    first.
+    """Context that raises the error of a single process in place of torch's list of all errors. System errors
+    come first.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,9 +1,9 @@
-"""torch's lock on the folder of a C++ extension, freed where the process that built there is dead.
+"""Removal of torch's lock on the build folder of a C++ extension, if the process that built there is dead.
 
-`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A killed process leaves it,
-and each later one waits for it without end. While a builder lives, it has the file open, and ninja and the
-compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No process
-has it open, none works in its folder, and no file there has changed for some seconds.
+`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A killed process leaves it
+behind, and each later one waits for it endlessly. While a builder lives, it has the file open, and ninja and
+the compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No
+process has it open, none works in its folder, and no file there has changed for some seconds.
 
 This is sure only if all builders are visible. The file must be this user's, on a file system of this machine,
 and no other container may share it. Elsewhere a line names the awaited process or lock, and the file to
@@ -62,8 +62,8 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Context in which torch waits only for the lock of a live build. `tell` receives a message when a wait
-    begins and when a dead lock is removed.
+    """Context in which torch waits only for build locks of live processes. The function `tell` receives a
+    message when a wait begins and when a dead lock is removed.
     """
     from torch.utils.file_baton import FileBaton
 
@@ -165,7 +165,7 @@ def builders_at(lock: Path) -> list[int]:
 
 
 def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
-    """Raise `Unseen` where a builder may exist that /proc does not list."""
+    """Raise `Unseen` if a process may use the build folder without being listed in /proc."""
     if file.st_uid != os.geteuid():
         raise Unseen(f"the file is user {file.st_uid}'s")
     kind = _file_system(lock)

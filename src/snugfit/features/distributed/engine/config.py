@@ -40,8 +40,8 @@ def is_of_engine(optimizer: Any) -> bool:
 
 
 def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the GPU bytes, as NVML counts them, that NCCL takes for a group of one process. Return 0 on
-    several GPUs, where `Exchanges` predicts them.
+    """Return the GPU memory, in bytes by NVML, that NCCL takes for a group of one process. Return 0 on
+    several GPUs, where `Exchanges` predicts it.
     """
     if wish.ranks > 1:
         return 0
@@ -53,8 +53,9 @@ def group_bytes(wish: ShardingWish, loop: str) -> int:
 def engine_config(
     setup: Setup, *, batch_size: int, clip: float | None, width: int, folder: str | None = None
 ) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`. `width` is that of the hidden states, `batch_size`
-    that of one process. States on a disk are in `folder`, by default in this run's temporary folder.
+    """Return the configuration for `deepspeed.initialize` as a dict. `width` is that of the hidden states,
+    `batch_size` the number of samples of one process. States on a disk are in `folder`, by default in this
+    run's temporary folder.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -107,8 +108,8 @@ def refuse_without_file_operator(wish: ShardingWish) -> None:
 
 
 def bucket_sizes(width: int) -> dict[str, Any]:
-    """Return the sizes that accelerate (`Accelerator._prepare_deepspeed`) and transformers
-    (`trainer_config_finalize`) compute for `auto`.
+    """Return DeepSpeed's bucket sizes in elements that accelerate (`Accelerator._prepare_deepspeed`) and
+    transformers (`trainer_config_finalize`) compute for `auto`.
     """
     return {
         "reduce_bucket_size": width * width,

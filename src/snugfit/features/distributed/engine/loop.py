@@ -102,7 +102,7 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
     """Return the model, built on the host, in the dtype to which the engine would cast it there. Raises
-    `UsageError` where the engine cannot keep states in the chosen place.
+    `UsageError` if DeepSpeed cannot keep optimizer states on the chosen device.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -117,9 +117,9 @@ def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch
     """Return the model, built after accelerate or the Trainer has passed the engine's configuration to
     transformers.
 
-    A third-stage model is built within `deepspeed.zero.Init`. Each module's weights are made on the device
-    and moved away before the next module's are made. So the device never holds all of them, nor the host a
-    second copy.
+    A model under ZeRO stage 3 is built within `deepspeed.zero.Init`. Each module's weights are made on the
+    device and moved away before the next module's are made. So neither the device nor the host ever holds all
+    of them twice.
     """
     wish = SHARDING.of(setup)
     assert wish is not None

@@ -42,8 +42,8 @@ function that wraps the value of a non-finite norm, -1, as its result.
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Wrapper of an engine's optimizer. Its `state` is empty except while a checkpoint is restored;
-    `take_states` moves the restored states into the engine.
+    """Wrapper of the optimizer of DeepSpeed's engine. Its `state` is empty except while a checkpoint is
+    restored. `take_states` then moves the restored states into the engine.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], engine: Any) -> None:
@@ -231,9 +231,7 @@ def _put_weight(weight: Any, value: torch.Tensor) -> None:
 
 
 def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a tensor under DeepSpeed's third stage: an equal part, the last one
-    padded.
-    """
+    """Return this process's shard of a tensor under ZeRO stage 3: an equal part, the last one padded."""
     import torch.distributed as dist
 
     size, rank = weight.ds_tensor.numel(), dist.get_rank(group=weight.ds_process_group)

@@ -1,5 +1,4 @@
-"""Assignment of an engine's weights and their states to processes, each of which writes its own to a
-checkpoint."""
+"""Assigns DeepSpeed's weights and their states to processes, each of which writes its own to a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def shape_of(weight: Any) -> tuple[int, ...]:
-    """Return the shape of a whole weight, also of one that the engine partitions."""
+    """Return the shape of a whole weight, even if DeepSpeed has partitioned it."""
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 

@@ -1,12 +1,10 @@
 """Candidate recipes for a number of GPUs: combinations of parallelism, recomputation and numbers of
 micro-batches.
 
-The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
-takes the least time (`kind.py`).
-
-Sharing the batch alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
-samples. They share matrices, and with these the experts if there are some, or sequences, or they form
-stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
+The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It is the
+fastest one (`kind.py`). Data parallelism alone is always tried. Along the other axes of a mesh, groups of
+GPUs work on the same samples. They share matrices, and with these the experts if there are some, or
+sequences, or they form stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ def _choices(
 
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
-    """Return the same parallelism techniques with default settings, for meshes that do not support the
-    settings that plans usually take.
+    """Return the same parallelism techniques with default settings, for meshes that do not support the usual
+    settings of plans.
     """
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
@@ -99,7 +97,7 @@ def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
     """Return True if this number of GPUs can be divided into whole groups, and the batch evenly among these.
 
-    If experts are spread, all GPUs of a group must share them.
+    If experts are distributed, all GPUs of a group must share them.
     """
     setup = Setup()
     for technique in sharing:

@@ -1,23 +1,23 @@
 """Bounds on bytes and seconds of recipes that were not simulated, from those that were, for one job on GPUs
 of one model.
 
-Without bounds, a search would simulate every way to share the work, on every number of GPUs, with every
-batch cut. Three rules save most of that. They are assumed to hold within `MARGIN`; every answer is
+Without bounds, a search would simulate every parallelism layout, on every number of GPUs, with every number
+of micro-batches. Three rules save most simulations. They are assumed to hold within `MARGIN`; every answer is
 simulated itself.
 
-- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less. The same holds
-  for kept instead of recomputed activations, and for whole instead of sharded weights. The bytes of
+- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less memory. The same
+  holds for kept instead of recomputed activations, and for whole instead of sharded weights. The bytes of
   further samples do not depend on the sharing of weights.
-- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds. Each GPU works on more
-  at a time, and exchanges are no longer.
+- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds. Each GPU works on more at
+  a time, and exchanges are no longer.
 - A sample takes no less time than in a very large micro-batch, without exchanges.
 
 For groups of n GPUs that work on the same samples:
 
-- Each GPU takes at least an n-th of the bytes of one that has the samples to itself. It takes no more than
-  in smaller groups.
-- They share the arithmetic, which does not reduce its GPU seconds. Exchanges become at most n times
-  shorter, and no shorter if GPUs share sequences alone.
+- Each GPU takes at least an n-th of the bytes of one that has the samples to itself. It takes no more than in
+  smaller groups.
+- They share the arithmetic, which does not reduce its GPU seconds. Exchanges become at most n times shorter,
+  and no shorter if GPUs share sequences alone.
 - Each of s stages waits at least (s - 1) / (m + s - 1) of a step with m micro-batches. The source is
   Narayanan et al., arXiv 2104.04473, section 2.2.1. Fewer micro-batches are therefore not always faster.
 """
@@ -57,7 +57,9 @@ micro-batch size.
 
 
 class CutStep(NamedTuple):
-    """The split of a batch over GPUs: number of GPUs, samples of a micro-batch, number of micro-batches."""
+    """Division of a batch over GPUs: number of GPUs, samples of a micro-batch, number of micro-batches on
+    each GPU.
+    """
 
     gpus: int
     samples: int
@@ -78,7 +80,7 @@ class _SamplePace(NamedTuple):
 
 
 class _Related(NamedTuple):
-    """Simulated parallelism layouts that take less or more memory than a given one."""
+    """Simulated parallelism layouts whose memory use is known to be less or more than that of a given one."""
 
     leaner: list[Shared]
     """Parallelism layouts that take no more memory than this one."""
@@ -97,7 +99,7 @@ def bubble(shared: Shared, size: CutStep) -> float:
 
 class Evidence:
     """Table of the recipes that a search has simulated on several GPUs. It derives bounds on bytes and
-    seconds of other recipes. `bound` are the usable bytes of each GPU.
+    seconds of other recipes. `bound` is the usable memory of each GPU in bytes.
     """
 
     def __init__(self, bound: int) -> None:
@@ -116,7 +118,7 @@ class Evidence:
         self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
-        """Store the bytes and seconds of a simulated recipe, from which bounds of other recipes follow."""
+        """Store the bytes and seconds of a simulated recipe, from which bounds for other recipes follow."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
         known = self._paces.get(shared.of_each)
@@ -132,7 +134,7 @@ class Evidence:
         return self._judged[shared.key].get(size)
 
     def does_fit(self, judged: Judged) -> bool:
-        """Return True if a simulated step fits into each GPU's usable bytes, with a safety margin."""
+        """Return True if a simulated step fits into each GPU's usable memory, with a safety margin."""
         return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
@@ -149,8 +151,8 @@ class Evidence:
         return self._fits_by_others(shared, size)
 
     def _fits_larger(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if this layout fits with a simulated batch split that takes no less memory
-        than `size`.
+        """Return True if this layout fits with a simulated batch split that takes at least as much memory as
+        `size`.
         """
         known = self._judged[shared.key].items()
         return any(self.does_fit(judged) and _takes_no_less(shared, one, size) for one, judged in known)
@@ -286,10 +288,8 @@ class Evidence:
         return any(shared.has_groups_of(one) for one in known)
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if a lower bound of the seconds per sample is known for this split of the batch on
-        these groups of GPUs.
-
-        The groups may be smaller ones with the same kinds of parallelism.
+        """Return True if a lower bound of the seconds per sample is known for this batch split with these
+        groups of GPUs. Smaller groups with the same kinds of parallelism count too.
         """
         return any(
             pace.shared.parts > 1

@@ -1,10 +1,11 @@
 """Search for the fastest recipe on one number of GPUs, over parallelism layouts and numbers of micro-batches.
 
-Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that cannot
-be faster than the best fitting one are skipped. For each way the search finds the fewest micro-batches with
-which it fits: fewer take less time and more memory. With stages that is not true, because GPUs wait longer
-for each other with fewer micro-batches. Each cut of the batch is then a separate way. While no way is known
-to fit, the ways that hold least are simulated first. If they clearly miss, all that hold more miss too.
+Layouts are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Layouts that
+cannot be faster than the best fitting one are skipped. For each layout the search finds the fewest
+micro-batches with which it fits: fewer take less time and more memory. With pipeline stages that is not true,
+because GPUs wait longer for each other with fewer micro-batches. Each number of micro-batches is then a
+separate layout. While no layout is known to fit, those that need the least memory are simulated first. If
+they clearly do not fit, no other layout does.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class FastestOnGpus:
 
     Layouts that cannot be simulated are added to `refused` with the reason, and are left out from then on.
     With `leanest_first`, layouts that need the least memory are simulated first until one fits. With
-    `trusts_line`, micro-batches are not simulated if linear extrapolation predicts that they do not fit.
+    `trusts_line`, a number of micro-batches is not simulated if linear extrapolation predicts that it does
+    not fit.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class FastestOnGpus:
         return Outcome([], self.nearest_miss())
 
     def does_any_fit(self) -> bool:
-        """Return True if any recipe fits these GPUs. Simulate the layouts that recompute most and take least
-        memory, with the smallest micro-batches.
+        """Return True if any recipe fits these GPUs. It simulates the layouts that recompute most and take
+        the least memory, with the smallest micro-batches.
         """
         simulated = False
         while not self._is_any_known_to_fit():
@@ -271,10 +273,9 @@ class FastestOnGpus:
         return next(expected, None if self._trusts_line else unknown[-1])
 
     def _is_behind(self, way: _WayToShare) -> bool:
-        """Return True if another layout is faster than this one, or must be simulated before it.
-
-        The other layout has the same parallelism, and recomputes less or gathers weights less often. It fits,
-        or may fit, with one micro-batch.
+        """Return True if another layout is faster than this one, or must be simulated before it. The other
+        layout has the same parallelism, and recomputes less or gathers weights less often. It fits, or may
+        fit, with one micro-batch per step.
         """
         for other in self._ways:
             if other is way:
@@ -351,7 +352,7 @@ class FastestOnGpus:
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def nearest_miss(self) -> Screened | None:
-        """Return the simulated recipe with the fewest bytes. If there is none, simulate one that needs little
+        """Return the simulated recipe with the fewest bytes. Without one, simulate a recipe that needs little
         memory.
         """
         if self._ways and not any(True for _ in self._misses()):
@@ -368,7 +369,7 @@ class FastestOnGpus:
 
 
 def smaller_miss(*misses: Screened | None) -> Screened | None:
-    """Return the recipe with the fewest bytes of these that do not fit; None without any."""
+    """Return the recipe with the fewest bytes among these, which do not fit; None without any."""
     every = (one for one in misses if one is not None)
     return min(every, key=lambda one: one.judged.needed_bytes, default=None)
 

@@ -2,7 +2,7 @@
 
 A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow ones.
 Micro-batches of one size are alike from the second on. Their bytes are those of three, and each further one
-takes as long as the second of three. Every answer is also simulated with all layers. Requests go to other
+takes as long as the second of three. Every answer is also simulated with all layers. Requests go to worker
 processes, so each is plain data.
 """
 
@@ -188,8 +188,8 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Bytes and seconds of a step with at most `FEW_PIECES` micro-batches on one GPU model, and of one
-    micro-batch more. All fields but the first grow linearly with layers.
+    """Bytes and seconds of a step with at most `FEW_PIECES` micro-batches on one GPU model, and the increase
+    for one micro-batch more. All fields but the first grow linearly with layers.
     """
 
     unused_bytes: float

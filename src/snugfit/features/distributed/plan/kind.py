@@ -1,13 +1,13 @@
 """Search for the fastest recipes on GPUs of one model: the basic recipe, the numbers of GPUs, and groups of
 GPUs.
 
-Data parallelism alone comes first. In meshes, groups of GPUs share matrices (tensor parallelism), sequences
-or layers. Meshes are tried if they may gain a distinguishable amount.
+Data parallelism alone comes first. In a mesh, groups of GPUs share matrices (tensor parallelism), sequences
+or layers. Meshes are tried if they may be clearly faster.
 
 They are tried if nothing else fits, or if this number of GPUs cannot share the batch evenly. They are also
-tried if they may take less than `GAIN` of the seconds of data parallelism alone. That step recomputes layers,
-or exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less. Two such
-axes are combined if nothing with one of them fits.
+tried if they may take less than `GAIN` of the seconds of data parallelism alone. This requires a step that
+recomputes layers, or spends much time on exchanges. Its arithmetic alone, shared by all GPUs, must take less.
+Two such axes are combined if nothing with one of them fits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _axes(gpus: int) -> range:
 
 
 class SharedFigures:
-    """Cache of predicted bytes and seconds for GPU models that run the same kernels."""
+    """Cache of predicted bytes and seconds, shared by GPU models that run the same kernels."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -99,7 +99,7 @@ class SharedFigures:
 
     def judge_for(self, kind: int, kinds: Sequence[int], build_on: str | None = None) -> Judging:
         """Return a function that predicts bytes and seconds of recipes for one GPU model. `kinds` are indices
-        of the GPU models whose models are built alike.
+        of the GPU models for which the model is built on the same device.
         """
         of_kinds = (tuple(kinds), build_on)
 
@@ -233,8 +233,8 @@ class SearchOfKind:
         )  # fmt: skip
 
     def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
-        """Return a recipe as a result of the plan (`OnGpus`), with bytes and seconds extrapolated from few
-        layers, or `known` ones.
+        """Return a recipe as a result of the plan (`OnGpus`). Its bytes and seconds are extrapolated from
+        models of few layers, or given as `known`.
         """
         figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
         seconds = figures["step_seconds"]

@@ -1,12 +1,11 @@
 """Search for the fewest layers to recompute on several GPUs, for results of a plan that recompute every
 layer.
 
-The search compares recipes that recompute no layer, or each. There are as many settings between as a model
-has layers. Few layers give no information on them, so each is simulated whole. Bytes and seconds are on a
-line between the two ends: each recomputed layer frees its activations, and adds its forward pass.
-
-For an answer with the same sharing and the same micro-batches, the fewest layers follow from the ends. They
-are simulated in full, and the result corrects them once or twice. If gathered weights are kept, this is
+The search compares recipes that recompute no layer, or each. There are as many settings in between as a model
+has layers. Models of few layers give no information on them, so each setting is simulated with all layers.
+Bytes and seconds are linear between the two ends: each recomputed layer frees its activations, and adds its
+forward pass. For the same layout and micro-batches, the fewest layers follow from the ends. They are
+simulated with all layers, and the result corrects them once or twice. If gathered weights are kept, this is
 repeated without keeping them, which may leave memory for more layers. Stages are left out: the largest stage
 changes with the recomputed layers.
 """
@@ -49,7 +48,7 @@ def recomputes_layers(one: Screened) -> bool:
 
 class FewestRecomputed:
     """Search for the fewest recomputed layers with which each of several recipes still fits. `judge` predicts
-    recipes by few layers, and `in_full` with all layers; a failure gives None.
+    recipes with few layers, and `in_full` with all layers; a failed prediction is None.
     """
 
     def __init__(
@@ -178,8 +177,8 @@ class _LayersLine:
         return Screened(recipe, judged, shared, self.one.size)
 
     def hear(self, question: Screened, answer: OnGpus | None) -> None:
-        """Store the bytes and seconds of the recipe `question`, simulated with all layers; None after a
-        failure.
+        """Store the bytes and seconds of the recipe `question`, which was simulated with all layers; None
+        after a failure.
         """
         if answer is None:
             self._misses[self.layers] = 0  # other numbers of recomputed layers cannot be simulated either
@@ -218,7 +217,9 @@ class _LayersLine:
         )
 
     def why(self, question: Screened, answer: OnGpus) -> str:
-        """Return the sentences that explain a recipe's groups of GPUs and its number of recomputed layers."""
+        """Return the sentences that explain a recipe's groups of GPUs and its number of recomputed layers,
+        for a report.
+        """
         before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
         layers = self._layers_of(question)
         if not layers:

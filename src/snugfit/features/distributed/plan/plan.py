@@ -1,8 +1,8 @@
 """Results of plans for several GPUs: the fastest recipe for each number of GPUs, of one GPU model or of many.
 
-All cards of one kind cost the same. At any price, the cheapest number of them has the step with the fewest
-GPU seconds (GPUs x seconds a step). Prices compare kinds. They come from the user and are not part of the
-result (`prices.py`).
+All GPUs of one model cost the same. At any price, the cheapest number of them has the step with the fewest
+GPU seconds (GPUs x seconds a step). Prices compare GPU models. They come from the user and are not part of
+the result (`prices.py`).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class CheapestCards:
 
 @dataclass(frozen=True, kw_only=True)
 class CardsRun:
-    """Costs of a run on several GPUs at the given prices."""
+    """Costs of a training run on several GPUs at the given prices, in USD."""
 
     currency: str = "USD"
     """Currency of all prices: `USD`."""
@@ -252,8 +252,9 @@ class CardsOfKind:
 
     @property
     def lacking_bytes(self) -> int:
-        """Bytes that each GPU is short of for the nearest miss with its headroom; 0 if a recipe fits or none
-        is known."""
+        """Bytes that each GPU lacks for the smallest recipe and its headroom; 0 if a recipe fits or none is
+        known.
+        """
         if self.fits or not self.answers:
             return 0
         return self.answers[0].needed_bytes - (self.gpu.memory_bytes or 0) + self.headroom_bytes

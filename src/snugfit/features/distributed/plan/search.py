@@ -3,25 +3,25 @@
 Numbers of GPUs are searched one after the other. The results of one bound the results of others
 (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers.
 
-For one kind, the fastest for each number of GPUs are then simulated with all layers, until one fits. On the
-fastest answer's GPUs the best few are simulated, and all are reported. For answers that recompute layers, the
-fewest layers are searched at the end (`part_recomputed.py`).
+For one GPU model, the fastest recipes for each number of GPUs are then simulated with all layers, until one
+fits. On the fastest answer's GPUs, the best few recipes are simulated and reported. For answers that
+recompute layers, the fewest such layers are searched at the end (`part_recomputed.py`).
 
-For many kinds, bisection finds the fewest cards that fit, since each needs less memory if there are more. The
-search continues with each larger number, as long as a step takes fewer GPU seconds. A way to share the work
-that cannot take fewer than the best answer is skipped. Kinds that run the same kernels share each simulation.
+For many GPU models, bisection finds the fewest GPUs that fit, since each needs less memory if there are more.
+The search continues with each larger number, as long as a step takes fewer GPU seconds. Layouts that cannot
+take fewer than the best answer are skipped. GPU models that run the same kernels share each simulation.
 Nothing is simulated in full: for a deep model and hundreds of micro-batches that takes minutes per answer.
 
 **Choice.** Choice among the recipes that were simulated in full, which is not always the fastest.
 
-Seconds are predicted well for a step that the GPU bounds, and not for one that the host bounds. The time
-of FSDP2's Python, DDP's hooks and the user's own code depends on that host. Two recipes with predictions
-within some per cent may then differ widely. An example is BERT-large on two H100s (64 x 512).
-`fsdp(reshard=none)` was predicted at 112.7 ms and took 169, `ddp(bucket_views=true)` at 112.5 and took 118
+Seconds are predicted well for a step that the GPU bounds, and not for one that the host bounds. The time of
+FSDP2's Python, DDP's hooks and the user's own code depends on that host. Two recipes with predictions within
+some per cent may then differ widely. An example is BERT-large on two H100s (64 x 512). `fsdp(reshard=none)`
+was predicted at 112.7 ms and took 169, `ddp(bucket_views=true)` at 112.5 and took 118
 (results/h100-2026-11-26/plan-2-bert.json).
 
-    1. of the recipes within `ALIKE` of the fewest seconds, those with the least relevant work of the host
-    2. among these the fastest, or the simplest that plans for one GPU count as equally fast
+1. of the recipes within `ALIKE` of the fewest seconds, those with the least relevant work of the host
+2. among these the fastest, or the simplest that plans for one GPU count as equally fast
 """
 
 from __future__ import annotations
@@ -143,10 +143,9 @@ class _Search:
         )
 
     def _best_of(self, count: int) -> OnGpus:
-        """Return the fastest recipe for `count` GPUs that fits in a simulation of all layers, or the nearest
-        miss.
-
-        If a recipe does not fit with all layers, its bytes are stored, and the search continues.
+        """Return the fastest recipe for `count` GPUs that fits in a simulation of all layers, or the one that
+        exceeds the memory least. If a recipe does not fit with all layers, its bytes are stored, and the
+        search continues.
         """
         missed: set[Recipe] = set()
         while fitting := self._outcomes[count].fitting:
@@ -453,7 +452,7 @@ def _host_share(one: OnGpus) -> float:
 
 
 def _length(one: OnGpus) -> int:
-    """Return the number of techniques that a recipe names."""
+    """Return the number of techniques that a recipe names, its length in a report."""
     return sum(not technique.plain for technique in Recipe.parse(one.recipe))
 
 

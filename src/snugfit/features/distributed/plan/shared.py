@@ -59,7 +59,7 @@ class Shared:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages into which the layers are divided."""
+        """Number of pipeline stages into which the layers are divided; 1 without them."""
         return self._axes.stages
 
     @functools.cached_property
@@ -108,7 +108,6 @@ class Shared:
 
     def holds_no_more_than(self, other: Shared) -> bool:
         """Return True if this layout takes no more memory than the other for every equal split of the batch.
-
         The layouts may differ in three properties only. This one recomputes activations that the other keeps.
         It shards weights that the other holds whole, at least temporarily. Or more of its GPUs work on the
         same samples.

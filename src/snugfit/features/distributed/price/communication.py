@@ -1,8 +1,7 @@
-"""The cost of exchanging tensors between GPUs: NCCL's bytes, and the seconds of each exchange.
-
-An exchange of size `S` among `n` GPUs takes a start and `factor * S` bytes over the bus (`_factor`). The bus
-is the GPUs' own link within a host. Between hosts it is the network: as many adapters work at a time as GPUs
-of the group are in one host.
+"""Bytes and seconds of exchanging tensors between GPUs: NCCL's memory, and the duration of each exchange. An
+exchange of `S` bytes among `n` GPUs takes a constant time, and transfers `factor * S` bytes over the bus
+(`_factor`). Within a host, the bus is the link between GPUs. Between hosts it is the network, with one
+adapter in use for each GPU of the group in one host.
 
 Measured: two and four H200s of one host over NVLink (`evidence.json`). Everything else is scaled by data
 sheets, and a network has usual figures. A prediction reports both.
@@ -106,9 +105,8 @@ def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
 
 
 def communication_bytes(trace: Trace, gpus: int) -> int:
-    """Return the GPU bytes that NCCL takes, as NVML counts them, in addition to those of torch's allocator.
-
-    They are counted for the process group of all GPUs, and for each further group.
+    """Return the GPU memory that NCCL takes in addition to torch's allocator, in bytes by NVML. It is the sum
+    over the process group of all GPUs and each further group.
     """
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:

@@ -63,10 +63,8 @@ if TYPE_CHECKING:
 
 def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
     """Return blocks that are freed late, because another stream still uses them, in the form of `Frees`
-    (`last_step.py`).
-
-    The blocks are those of the trace's last step. The result is empty without such blocks, or if no speeds of
-    the GPU are known.
+    (`last_step.py`). The blocks are those of the trace's last step. The result is empty without such blocks,
+    or if the GPU's rates are unknown.
     """
     if gpu is None or not trace.awaited:
         return {}
@@ -121,7 +119,9 @@ class DistributedExchanges(Exchanges):
         return [rank_of(stage, wish) for stage in stages_to_rehearse(wish, job.model.layers)]
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
-        """Return the bytes of the weights that each process builds: those of all stages, or of all shards."""
+        """Return the total bytes of the weights that each process builds: those of all stages, or of all
+        shards.
+        """
         wish, engine = PARALLEL.of(setup), SHARDING.of(setup)
         if engine is not None and engine.stage == 3 and loop != "plain":
             return 0  # `built_by_transformers`: weights are created on the device, part by part

@@ -86,7 +86,7 @@ class _StageFigures(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _StageFigures:
-        """Return the object whose fields are these numbers, the inverse of `numbers`."""
+        """Return the object whose fields are these numbers, the inverse of the method `numbers`."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 

@@ -1,9 +1,9 @@
 """A step of a pipeline-parallel model: the ranks to simulate, and the seconds of all stages together.
 
-Ranks of one stage are alike, and middle stages differ little. So only the ranks with the largest memory or
-other seconds are simulated. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
-second keeps the most of those between. The last has the head. If layers cannot be cut evenly, one of the
-shorter stages is added.
+Ranks of one stage are alike, and middle stages differ little. So only the ranks that differ in memory or
+seconds are simulated. The first has the embedding and, under 1F1B, holds the activations of the most
+micro-batches. The second holds the most of the middle ones. The last has the head. If layers cannot be cut
+evenly, one of the shorter stages is added.
 
 The seconds are those of a schedule: each stage runs its micro-batches in its order. A forward pass waits for
 the stage before, a backward pass for the stage behind. Their seconds follow from the stage's own trace,
@@ -106,7 +106,7 @@ def rank_of(position: int, wish: ParallelWish) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Seconds that one GPU of a pipeline computes in a step, without its waits for other stages."""
+    """Seconds that one GPU of a pipeline computes in a step, without waits for other stages."""
 
     passes: Mapping[tuple[str, int], float]
     """Seconds of one micro-batch in a pass. Keys are the kind of pass and the index of the stage on this GPU,

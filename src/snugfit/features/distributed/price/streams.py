@@ -1,9 +1,9 @@
 """Timeline of a step whose kernels run in several CUDA streams: computation, and collectives in parallel.
 
-This is the queue of `seconds.py` with more than one stream. The host launches one kernel after the other.
-Each stream runs its own in order. A kernel starts after its launch and after the kernels of other streams
-that it waits for. While an exchange and another kernel run at once both take longer, since they share the
-GPU's multiprocessors and its memory.
+It extends the queue of kernels in `seconds.py` to several streams. The host launches one kernel after the
+other. Each stream runs its own in order. A kernel starts after its launch and after the kernels of other
+streams that it waits for. While an exchange and another kernel run at once both take longer, since they share
+the GPU's multiprocessors and its memory.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SimulatedStreams:
         return 1 / self._slowed[self._exchanges[number]]
 
     def _next_end(self) -> float:
-        """Return the seconds until the next running kernel ends."""
+        """Return the seconds until the first running kernel ends."""
         # Kernels slow each other down only if an exchange and another kernel run concurrently.
         if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())

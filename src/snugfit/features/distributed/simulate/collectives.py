@@ -48,8 +48,8 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if this wait operator returns its input tensor itself. On tensors without data, torch
-    returns another tensor.
+    """Return True if this wait operator returns its input tensor itself. On tensors without data, torch would
+    return another tensor.
     """
     return bool(func._schema.name.endswith("::wait_tensor"))
 
@@ -112,7 +112,7 @@ def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes of the whole tensor that a collective sums, gathers, scatters or sends."""
+    """Return the bytes that a collective sums, gathers, scatters or sends, those of the whole tensor."""
     if func in ALL_TO_ALL_SINGLE:
         return int(args[0].nbytes)
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))

@@ -156,7 +156,7 @@ class ShapesStream:
         self._module.wait()
 
     def query(self) -> bool:
-        """Return True: the work of a simulated stream is always finished."""
+        """Return True, because the work of a simulated stream is always finished."""
         return True
 
     def __enter__(self) -> ShapesStream:

@@ -64,7 +64,7 @@ class FileHandle:
         self._pending = 0
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int = 0) -> int:
-        """Report the read or write of a file to the observer, and return 0 for success."""
+        """Report the read or write of a file, in bytes, to the observer. Return 0 for success."""
         self._pending += 1
         MetaLink.observer.swap(buffer.nbytes)
         return 0
@@ -134,8 +134,8 @@ class TorchForShapes:
 
 
 class _Number:
-    """Replacement of `float` in DeepSpeed's code: the gradients' norm, a tensor without data, becomes 1, as
-    no shape depends on it.
+    """Replacement of `float` in DeepSpeed's code. It turns the gradients' norm, a tensor without data, into
+    1, because no shape depends on it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -318,8 +318,8 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
 
 def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
-    """Return a replacement of a method of DeepSpeed's stage that also labels the buckets of averaged
-    gradients in the recording.
+    """Return a replacement of a method of a ZeRO stage that also labels the buckets of averaged gradients in
+    the recording.
     """
 
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:

@@ -572,7 +572,7 @@ VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
 
 class _Handle:
-    """Simulated handle of a collective, which keeps its tensors alive."""
+    """Simulated handle of a collective, which keeps the collective's tensors alive."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors

@@ -31,7 +31,7 @@ class StreamOrder:
         self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits
 
     def make(self) -> int:
-        """Return the number of a newly created stream."""
+        """Return the index of a newly created stream."""
         self._made += 1
         return self._made
 

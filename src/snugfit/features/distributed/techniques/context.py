@@ -160,9 +160,7 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """Return the types of rotary position embeddings in a config: one, or several if types of
-    layers differ.
-    """
+    """Return the types of rotary position embeddings in a config: one, or several if layers differ."""
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 
 
