@@ -1,6 +1,4 @@
-"""The result of reading a user's configuration file: settings for snugfit, and a list of each key with its
-use.
-"""
+"""The result of reading a user's configuration file: settings for snugfit, and each key with its use."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A configuration file as snugfit's settings, with a list of each key and its use."""
+    """A configuration file as snugfit's settings, with each key and its use."""
 
     path: str
     """The path of the file that was read."""
@@ -86,7 +84,7 @@ class Reading:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return warnings about the unread parts of a configuration file."""
+        """Return warnings about unread parts of a configuration file."""
         if not self.unread:
             return ()
         shown = "; ".join(f"{one.key}: {one.value}" for one in self.unread[:MOST_DOUBTS])
@@ -94,7 +92,7 @@ class Reading:
         return (f"{self.path} was not read in full: {shown}{f'; and {more} more' if more > 0 else ''}.",)
 
     def refuse(self, otherwise: Collection[str] = ()) -> None:
-        """Raise `UsageError` that lists the keys of a configuration for which snugfit has no setting.
+        """Raise `UsageError` with a list of the keys of a configuration for which snugfit has no setting.
 
         A key is exempt if a flag or a job file sets its replacement, which `otherwise` names. A key of an
         unsupported job or method raises an error about it alone.

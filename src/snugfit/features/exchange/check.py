@@ -117,14 +117,14 @@ class Checked(JsonDocument):
 
 
 def check(path: Path) -> Checked:
-    """Return the configuration file at `path` with its problems. Raises `UsageError` if it is no
+    """Return the configuration file at `path` with its problems. Raises `UsageError` for a file that is not a
     configuration.
     """
     return check_document(open_document(path))
 
 
 def check_document(document: Document) -> Checked:
-    """Return the configuration file, which is read already, with its problems."""
+    """Return a configuration file, which was read before, with its problems."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -318,7 +318,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a numeric setting is at least `factor` times another one."""
+    """Return True if a numeric setting is at least `factor` times another setting."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 

@@ -83,7 +83,7 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def is_argument(name: str) -> bool:
-    """Return True for the name of an argument of transformers' Trainer, or of its example scripts."""
+    """Return True for the name of an argument of transformers' Trainer or of its example scripts."""
     table = dialect("script")
     return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
 
@@ -187,8 +187,8 @@ def _training_command(words: list[str], where: str) -> list[str]:
 
 
 def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
-    """Return the library and the arguments of one training command. The launcher's arguments come first, then
-    the script's.
+    """Return the library and the arguments of one training command. The arguments of its launcher come first,
+    then those of its script.
     """
     scripts = [
         at
@@ -229,8 +229,8 @@ def _is_file(word: str) -> bool:
 
 
 def _run_file(words: list[str], arguments: Mapping[str, Any]) -> str | None:
-    """Return the configuration file that a training command names: a word that is no flag, or TRL's
-    `--config`.
+    """Return the path of the configuration file that a training command names: a word that is no flag, or
+    TRL's `--config`.
     """
     beside = (word for before, word in pairwise(words) if _is_file(word) and not before.startswith("--"))
     config = arguments.get("config")
@@ -250,7 +250,9 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """Remove the value that follows a flag from `rest` and return it. A flag without a value returns true."""
+    """Remove the value that follows a flag from the list `rest` and return it. A flag without a value has the
+    value true.
+    """
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (not values or name in SEVERAL):
         if _is_switch(name) and rest[0].lower() not in ("true", "false", "1", "0", "yes", "no"):
@@ -287,7 +289,9 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
 
 
 def _with_sums(line: str, variables: Mapping[str, str]) -> str:
-    """Return the line with the results of its arithmetic. Without a result, it is one word of the line."""
+    """Return the line of a shell file with the results of its arithmetic. Arithmetic that cannot be computed
+    stays one word of the line.
+    """
 
     def result(text: re.Match[str]) -> str:
         # In shell arithmetic, variables have a dollar sign or none.

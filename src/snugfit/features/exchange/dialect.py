@@ -101,7 +101,9 @@ class Dialect:
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Return this configuration key and value as `TrainingArguments`; None if there is no translation."""
+        """Return this configuration key and value as `TrainingArguments`, by name; None if there is no
+        translation.
+        """
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}
@@ -121,7 +123,7 @@ class Dialect:
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """Return the other setting, as `key = value`, without which this key has no effect. Return None when
+        """Return the other setting, as `key = value`, without which this key has no effect. Return None if
         the key has an effect.
         """
         for pattern, needed in self.only_with.items():
@@ -142,9 +144,7 @@ class Dialect:
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
-        """Return every exact key of the table, from which a misspelt key is corrected. Patterns are left
-        out.
-        """
+        """Return all exact keys of the table, with which a misspelt key is compared. Patterns are left out."""
         lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
         return sorted({key for keys in lists for key in keys if "*" not in key})
 
@@ -168,8 +168,8 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """Return the name of the library whose configuration files have these top-level keys; None if there is
-    none.
+    """Return the name of the library whose configuration files have these top-level keys; None if no library
+    has them.
     """
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
@@ -186,7 +186,7 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def every_key(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key, and every nested key with dots, with its value."""
+    """Yield all keys of a nested mapping, nested ones with dots, each with its value."""
     for key, value in document.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):

@@ -109,7 +109,7 @@ def _mapping(path: Path, text: str) -> dict[str, Any]:
 
 def _beside(document: Document, name: str) -> Path | None:
     """Return the path of the file `name` in the folder of a user's configuration file, or in a parent folder.
-    Return None without one.
+    Return None if there is no such file.
     """
     folders = document.path.absolute().parents
     # A path of another machine is also searched by its file name.

@@ -133,8 +133,8 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
 
 
 def launch_config(script: Mapping[str, Any]) -> str:
-    """Return the text of accelerate's YAML configuration for an exported script with these values
-    (`script_values`).
+    """Return the text of accelerate's YAML configuration for an exported script. `script` has the values of
+    `script_values`.
     """
     import yaml
 

@@ -57,8 +57,8 @@ def _names(value: Any) -> Any:
 
 
 def _optimizer_targets(value: Any) -> Any:
-    """Convert the module names to which an optimizer applies (such as GaLore's) to snugfit's settings. A text
-    is a pattern, except for the word for all linear layers.
+    """Convert the names of the modules to which an optimizer applies (such as GaLore's) to snugfit's
+    settings. A text is a pattern, except for the word for all linear layers.
     """
     if isinstance(value, str):
         word = value.replace("_", "-")

@@ -22,8 +22,7 @@ _TITLES = {"trl": "For TRL", "axolotl": "For axolotl", "llamafactory": "For LLaM
 
 
 def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
-    """Return lines for a plan's report, by title: Trainer arguments and export commands that can express the
-    recipe.
+    """Return lines for a plan's report, by title: the recipe as Trainer arguments, and as an export command.
 
     The export command is for the library `target` of the user's own file, else for the Trainer or torch.
     """
@@ -47,9 +46,8 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's Trainer arguments that differ from those without any technique, and the batch size.
-
-    Raises `RecipeError` if arguments alone cannot express the recipe.
+    """Return the Trainer arguments of a recipe that differ from those without any technique, and the batch
+    size. Raises `RecipeError` if arguments alone cannot express the recipe.
     """
     if (wish := recipe.setup().lowering) is not None and not wish.is_one_program:
         raise RecipeError(

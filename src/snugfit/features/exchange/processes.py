@@ -1,9 +1,9 @@
 """The number of training processes and their parallelism (such as FSDP), from a user's configuration.
 
-No single key contains both. A launcher's flag or file sets the number of processes. FSDP has a switch of its
-own, replicas of the weights a mesh, and DDP is the default. The tables of libraries translate these keys to
-raw values (`parallel.by`, `parallel.replicate`, ...). This module converts them to the arguments of
-techniques.
+No single key contains both. A launcher's flag or file sets the number of processes. A separate switch turns
+on FSDP, a device mesh sets replicas of the weights, and DDP is the default. The tables of libraries translate
+these keys to raw values (`parallel.by`, `parallel.replicate`, ...). This module converts them to the
+arguments of techniques.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int
 
 
 def _read_zero(processes: Processes, stage: int) -> None:
-    """Set in `processes` the parallelism of DeepSpeed's ZeRO stage 1 or 2 without offloading."""
+    """Set in `processes` the parallelism of DeepSpeed's ZeRO stage 1, or of stage 2 without offloading."""
     if processes.gpus == 1:
         processes.differs.append((ZERO, ALONE))
     elif stage == 1:

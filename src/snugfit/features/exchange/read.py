@@ -368,7 +368,7 @@ class _Reader:
 
     def _recipe(self) -> set[str]:
         """Set the recipe (the technique of each slot) that the arguments describe. Return the names of the
-        arguments used.
+        arguments that it covers.
         """
         techniques: list[Technique] = []
         decided: set[str] = set()
@@ -401,7 +401,9 @@ class _Reader:
                                   says=str(technique)))  # fmt: skip
 
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
-        """Yield the arguments of a slot (such as precision) that match none of its techniques."""
+        """Yield the arguments of a slot (choice of a recipe, such as precision) that match none of its
+        techniques.
+        """
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
@@ -466,8 +468,8 @@ class _Reader:
             self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
 
     def _account(self, key: str, value: Any) -> None:
-        """Record that an argument had no effect on the job or recipe: it is a default, is ignored, or is not
-        supported.
+        """Record the use of an argument without effect on the job or recipe: it is a default, is ignored, or
+        is not supported.
         """
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
@@ -597,7 +599,7 @@ def _number(value: Any) -> Any:
 
 
 def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return True if the value is None and the default is not, as in a file of `to_json_string`. Such a key
-    counts as unset.
+    """Return True if a key's value is None and its default is not, as in a file of `to_json_string`. Such a
+    key counts as unset.
     """
     return value is None and known.get(key) is not None

@@ -120,7 +120,7 @@ def writer(to: str) -> str:
 
 
 def folder_or_id(job: Job) -> str:
-    """Return the folder of a local config file; another path or a hub id unchanged."""
+    """Return the folder of a local config file; for any other path or a hub id, the text itself."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):
         return os.path.dirname(name) or "."

@@ -93,7 +93,7 @@ def divides_by_labels(job: Job) -> bool:
 
 
 def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Trainer arguments to add or replace when several processes train."""
+    """Return the Trainer arguments to add or replace if several processes train."""
     more: dict[str, Any] = {}
     if "deepspeed" in arguments:  # one process has no communication to overlap
         section = arguments["deepspeed"]["zero_optimization"] | {"overlap_comm": True}
@@ -111,7 +111,7 @@ def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Return the reason why no `TrainingArguments` express this technique: none exist, or their meaning
+    """Return the reason why no `TrainingArguments` express this technique: there are none, or their meaning
     differs.
     """
     notes = [counterpart.note for counterpart in technique.counterparts]

@@ -146,7 +146,7 @@ def _write(
 
 
 def _plot_of(paths: Sequence[Path]) -> str:
-    """Return the name of the picture among these files; empty without one."""
+    """Return the file name of the picture among these paths; empty without one."""
     return next((path.name for path in paths if path.suffix == ".png"), "")
 
 

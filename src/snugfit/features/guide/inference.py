@@ -90,7 +90,7 @@ class EngineRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredEngines:
-    """Engines that took turns on one machine."""
+    """Measured speeds of inference engines, which ran in turns on one machine."""
 
     source: str
     """File of snugfit's repository with all measured figures."""
@@ -104,7 +104,7 @@ class MeasuredEngines:
     """Ratios of each engine on each of its jobs, with eager torch as 1."""
 
     def of(self, engine: str) -> Sequence[EngineRatio]:
-        """Return the rows of one engine, one for each of its jobs."""
+        """Return the measured rows of one engine, one for each of its jobs."""
         return [row for row in self.rows if row.engine == engine]
 
 
@@ -145,7 +145,7 @@ class InferenceGuide(JsonDocument):
 
 
 def measured_engines() -> MeasuredEngines:
-    """Return the packaged ratios of engines to eager torch."""
+    """Return the measured ratios of engines to eager torch that snugfit contains."""
     text = files("snugfit.features.guide").joinpath("measured_engines.json").read_text(encoding="utf-8")
     facts = json.loads(text)
     return MeasuredEngines(**{**facts, "rows": tuple(EngineRatio(**row) for row in facts["rows"])})
@@ -210,7 +210,7 @@ def _known_recipe(line: Mapping[str, str]) -> str:
 def _backends(
     lines: list[dict[str, Any]], answers: Mapping[str, Prediction | str], measured: MeasuredEngines
 ) -> Iterator[BackendRow]:
-    """Yield a row for each backend of the guide's data."""
+    """Yield a row for each `torch.compile` backend in the guide's data."""
     import torch._dynamo
 
     registered = torch._dynamo.list_backends(None)

@@ -64,7 +64,7 @@ class StageLine:
 
 
 def helps(change: float | None, *, less_is_better: bool) -> str:
-    """Return `Yes` if a relative change of speed or memory is an improvement, `No` if not, `?` if it is
+    """Return `Yes` if a relative change of speed or memory is an improvement, `No` if it is not, `?` if it is
     unknown.
     """
     if change is None:

@@ -103,7 +103,7 @@ def _series(
     published: Callable[[PublishedPrediction], Figure],
     unit: int = 1,
 ) -> list[Series]:
-    """Return the bars of each source (such as measured), if it has a value for any experiment."""
+    """Return a series of bars for each source (such as measured) that has a value for any experiment."""
     rows, modern = result.rows, {row.name: row for row in result.modern}
     figures: dict[str, list[Figure]] = {
         f"predicted, {result.gpu}": [*map(predicted, rows)],

@@ -37,7 +37,7 @@ class PredictionRequest:
 
     @property
     def key(self) -> RequestKey:
-        """Return the key that identifies this request among the guide's."""
+        """Return the fields that identify this request among the guide's."""
         return RequestKey(self.about, self.gpu.key, self.software)
 
 

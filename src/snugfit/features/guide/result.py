@@ -73,8 +73,8 @@ class GuideRow:
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
-        """Return the published result of this machine together with the prediction for it; None without
-        one.
+        """Return the published result of this machine together with its prediction; None without a published
+        result.
         """
         return next((one for one in self.then if one.published.machine == machine), None)
 

@@ -73,7 +73,7 @@ class GuideExperiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row of the guide's table of methods, in the guide's words."""
+    """One row of the guide's table of methods, in the guide's wording."""
 
     method: str
     experiments: tuple[str, ...]
@@ -182,7 +182,7 @@ def large_models() -> tuple[LargeModel, ...]:
 
 
 def anatomy() -> Mapping[str, Any]:
-    """Return the guide's rules for bytes per parameter, the jobs that test them, and the reasons for
+    """Return the guide's rules for bytes per parameter, the jobs that test them, and reasons for the
     differences.
     """
     return dict(_guide()["anatomy"])
@@ -201,9 +201,8 @@ def own_gpu() -> str:
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """Return a training job from some of its fields as text, such as the model's name.
-
-    The guide builds its models in fp32.
+    """Return the training job that has these fields, such as the model's name. The guide builds its models in
+    fp32.
     """
     return Job(
         **{"dtype": "float32", **facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])}

@@ -44,7 +44,7 @@ class GenerationSettings:
     def of(cls, job: Job, setup: Setup | None = None) -> Self:
         """Return the settings of a job in this phase, with the cache of the `Setup` if it has one.
 
-        Recorded decode steps need a static cache, so it replaces a dynamic one.
+        Decode steps that are recorded as a CUDA graph need a static cache, which then replaces a dynamic one.
         """
         cache = CACHE.of(setup) if setup else ""
         if setup and setup.records_graphs and (cache or job.phase_settings["cache"]) == "dynamic":

@@ -43,9 +43,7 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 
 
 class StoppedEarly(Exception):
-    """Internal exception that ends a simulation after the decode steps that it needs; never shown to a
-    user.
-    """
+    """Internal exception that ends a simulation after the decode steps that it needs. Users never see it."""
 
 
 class GenerateStep(PlainStep):
@@ -166,7 +164,7 @@ class GenerateStep(PlainStep):
 
 
 def _generator_in(model: Any) -> Any:
-    """Return the module that has `generate`, without the wrapper of adapters."""
+    """Return the module that has the method `generate`, without the wrapper of adapters."""
     from transformers import GenerationMixin
 
     return next(module for module in model.modules() if isinstance(module, GenerationMixin))

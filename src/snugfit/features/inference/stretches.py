@@ -24,8 +24,8 @@ MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
 
 
 class NotAlike(Exception):
-    """Internal exception: two decode steps differ in more than their sizes, so no interpolation is possible.
-    It is never shown to a user.
+    """Internal exception for two decode steps that differ in more than sizes, so that no interpolation is
+    possible. Users never see it.
     """
 
 
@@ -93,7 +93,7 @@ class RecordedCall:
 
     @classmethod
     def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
-        """Divide the recording of a call into prefill and decode steps. Raises `NotAlike` for another
+        """Return a recorded call, divided into prefill and decode steps. Raises `NotAlike` for an unexpected
         structure.
         """
         trace = recording.trace
@@ -118,7 +118,7 @@ class RecordedCall:
 
 
 def _end(recording: Recording) -> int:
-    """Return the number of allocations and frees up to the end of a recording's last step."""
+    """Return the number of allocations and frees before the end of a recording's last step."""
     ends = [mark.event for mark in recording.marks if mark.kind is MarkKind.STEP_END]
     return ends[-1] if ends else len(recording.trace.events)
 
@@ -258,7 +258,7 @@ def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stre
 
 
 def _tables(first: list[Any], second: list[Any], wide: list[Any]) -> dict[int, Any]:
-    """Return, by number, the buffers that have one size in both steps of a window, with their sizes in the
+    """Return the buffers that have one size in both steps of a window, by number, with their sizes in the
     long call.
     """
     if not len(first) == len(second) == len(wide):

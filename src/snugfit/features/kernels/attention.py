@@ -69,7 +69,7 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 def takes(model: Any) -> bool:
     """Return True if FlashAttention's kernels for padded batches support this encoder. They need 16 bits, no
-    decoder, and heads that are not too wide.
+    decoder, and a head size within their limit.
     """
     from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
 

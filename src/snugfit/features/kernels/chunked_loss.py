@@ -91,7 +91,7 @@ class ChunkedLoss(Technique):
 
 
 def _lacks_vocabulary(job: Job) -> str:
-    """Return the reason why the job's model has no logits over a vocabulary; empty if it may have them."""
+    """Return the reason why the job's model has no logits over a vocabulary; empty if it may have some."""
     module = job.model.module
     if module is not None and not hasattr(module, "get_output_embeddings"):
         return f"{type(module).__name__} has no get_output_embeddings, which would name its head"

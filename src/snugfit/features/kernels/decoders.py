@@ -232,7 +232,9 @@ def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
 
 
 def _mlp_projections(module: Any) -> tuple[Projections | None, Projections | None]:
-    """Return the layers before and after the activation; None for those that must run their own code."""
+    """Return the linear layers before and after the activation of an MLP; None if the MLP must run its own
+    code.
+    """
     into = projections_of((module.gate_proj, module.up_proj), biased=False)
     return into, projections_of([module.down_proj], biased=False)
 

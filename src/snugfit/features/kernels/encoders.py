@@ -107,8 +107,9 @@ def patch_of(kind: type[Any]) -> Patch | None:
 
 
 def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a linear layer's output without its bias, and the bias if a kernel can add it later (else
-    None)."""
+    """Return a linear layer's output without its bias, and the bias if a kernel can add it later (otherwise
+    None).
+    """
     if is_plain(layer):
         return torch.nn.functional.linear(x, layer.weight), layer.bias
     # GPT-2's layers are transformers' Conv1D, whose weight is transposed.
@@ -149,8 +150,9 @@ def norm_with_stream(
 
 
 def is_layer_norm(*names: str) -> Callable[[Any], bool]:
-    """Return a check that these submodules are torch's LayerNorm over the last dimension, with weight and
-    bias."""
+    """Return a check that submodules with these names are torch's LayerNorm over the last dimension, with
+    weight and bias.
+    """
 
     def fits(module: Any) -> bool:
         norms = [getattr(module, name) for name in names]

@@ -115,7 +115,7 @@ class Fused(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the default settings, for supported models."""
+        """Yield the technique's default settings, for supported models."""
         if not cls.planning_objection(job):
             yield cls()
 

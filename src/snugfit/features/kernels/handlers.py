@@ -24,7 +24,7 @@ class KernelsHandler(Handler):
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply new kernel settings to a model that already trains."""
+        """Apply new kernel settings to a model that is being trained."""
         if value is not None:
             self.wrap(value, live.model)
             yield f"kernels are those of {live.technique(self.slot)}"
@@ -117,8 +117,8 @@ class LogitsHandler(Handler):
             defer_logits(model, value)
 
     def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change the computation of logits in the head of a model that already trains, also if it was changed
-        before.
+        """Change the computation of logits in the head of a model that is being trained, even if it was
+        changed before.
         """
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 

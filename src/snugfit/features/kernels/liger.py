@@ -88,7 +88,9 @@ class Liger(Technique):
 
     @property
     def set_parts(self) -> dict[str, bool]:
-        """Return the Liger kernels that a setting turns on or off; Liger's default decides for the rest."""
+        """Return Liger's kernels that the settings turn on or off, by name; Liger's default decides for the
+        others.
+        """
         values: dict[str, bool | None] = {one.name: getattr(self, one.name) for one in fields(self)}
         return {part: value for part, value in values.items() if value is not None}
 
@@ -170,7 +172,9 @@ class Liger(Technique):
 
 
 def _has_its_loss(job: Job) -> bool:
-    """Return True if Liger has a loss for the model; also True for a user's own module, which is unknown."""
+    """Return True if Liger has a loss for the model. It is also True for a user's own module, whose type is
+    unknown.
+    """
     return job.model.module is not None or job.task == WITH_LOSS
 
 

@@ -128,7 +128,7 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the methods of a class by name, without their wrappers."""
+    """Yield the methods of a class by name, without decorators."""
     # Inherited methods may use these functions too.
     members: dict[str, Any] = {}
     for one in reversed(kind.__mro__):

@@ -186,7 +186,7 @@ class Lengths:
 
 
 def _length(value: object, where: str) -> int:
-    """Return the length in tokens that a value of the file means: a number, or a list of token ids."""
+    """Return the length in tokens that a value of a file represents: a number, or a list of token ids."""
     if isinstance(value, list):
         value = len(value)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):

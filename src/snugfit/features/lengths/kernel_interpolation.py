@@ -68,13 +68,13 @@ class KernelInterpolator:
 
 
 def _alike(kernels: Sequence[Kernel]) -> bool:
-    """Return True if these kernels, one of each simulated length, differ in sizes only."""
+    """Return True if these kernels, one for each simulated length, differ only in sizes."""
     plain = {kernel._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for kernel in kernels}
     return len(plain) == 1 and len({tuple(map(len, kernel.shapes)) for kernel in kernels}) == 1
 
 
 def _lagrange(known: Sequence[int], at: int) -> list[float]:
-    """Return the weights of three known values in quadratic (Lagrange) interpolation at the length `at`."""
+    """Return the weights of three known values for quadratic (Lagrange) interpolation at the length `at`."""
     weights = []
     for one in known:
         weight = 1.0

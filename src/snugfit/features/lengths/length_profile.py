@@ -153,7 +153,7 @@ class LengthProfiler:
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:
-        """Return the job with this sequence length, with padding or without. Raises `JobError` if the model's
+        """Return the job with this sequence length, with or without padding. Raises `JobError` if the model's
         position embeddings are too short.
         """
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
@@ -237,8 +237,8 @@ class LengthProfiler:
         return self._line(lengths, padded)
 
     def _off(self, interpolator: KernelInterpolator, proof: int, padded: bool) -> float:
-        """Return the relative error of the interpolated seconds at the length `proof`, which is simulated as
-        a test.
+        """Return the relative error of the interpolated seconds at the length `proof`, which is also
+        simulated.
         """
         real = self.timing(proof, padded)
         if len(interpolator.at(proof).kernels) != len(self.sample(proof, padded).kernels):
@@ -297,8 +297,8 @@ def _trace(sample: LengthSample) -> Trace:
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """Return `count` of these lengths, evenly spaced, with the first and the last. For a count of one, return
-    the middle.
+    """Return `count` of these lengths, evenly spaced, with the first and the last one. For a count of one,
+    return the middle one.
     """
     if len(lengths) <= count:
         return list(lengths)

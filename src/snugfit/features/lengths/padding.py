@@ -121,7 +121,7 @@ class Ways:
         return -(-self.lengths.longest // multiple) * multiple
 
     def shapes(self) -> Iterable[BatchShape]:
-        """Yield the shapes (length, and with padding or without) of all drawn batches."""
+        """Yield the shapes of all drawn batches: the length, and True for padding."""
         for drawn in self.drawn.values():
             for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)

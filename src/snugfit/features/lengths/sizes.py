@@ -92,7 +92,7 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """A simulated training step of one job and sequence length, to be compared with steps of other sizes."""
+    """A simulated training step of one job and sequence length, which steps of other sizes are compared with."""
 
     profiler: LengthProfiler
     length: int
@@ -124,8 +124,8 @@ class _At:
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
     def steep(self, other: _At, share: float) -> bool:
-        """Return True if the other step saves far more than the fraction `share` of the seconds. Its length
-        is smaller by `share`.
+        """Return True if the other step saves a far larger share of seconds than `share`, the share by which
+        it is shorter.
         """
         return 1 - other.seconds() / self.seconds() > STEEP * share
 

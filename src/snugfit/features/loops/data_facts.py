@@ -65,7 +65,7 @@ def dataset_facts(dataset: Any) -> Facts:
 
 
 def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
-    """Return the names and fingerprints of those values of a sample that are equal in two reads."""
+    """Return fingerprints, by name, of those values of a sample that are equal in two reads."""
     first, second = (dict(_values(_sample(dataset, index))) for _ in range(2))
     return sorted((name, value) for name, value in first.items() if second.get(name) == value)
 

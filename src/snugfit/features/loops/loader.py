@@ -113,7 +113,7 @@ def count_of(things: Any) -> int | None:
 
 
 def made_like(loader: Any, **changed: Any) -> Any:
-    """Return a copy of a torch `DataLoader` with some constructor arguments changed."""
+    """Return a copy of a torch `DataLoader` with these constructor arguments changed."""
     import torch
 
     names = [
@@ -319,7 +319,7 @@ class DataPosition:
         self.used += batches
 
     def unuse(self, batches: int) -> None:
-        """Return `batches` batches of a failed step to the epoch, so that they are yielded again."""
+        """Return `batches` batches of a failed step to the epoch, so that it yields them again."""
         self.used -= batches
 
     # ---- state for checkpoints ---------------------------------------------------------------------------

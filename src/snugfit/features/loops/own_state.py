@@ -155,8 +155,8 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and value of each attribute or element, and the object that contains it. That object is
-    None if the value cannot be replaced.
+    """Yield the name and value of each attribute or element of a value, and the object that contains it. That
+    object is None if the value cannot be replaced.
     """
     import numpy
     import torch

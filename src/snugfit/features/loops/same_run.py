@@ -38,7 +38,7 @@ def refuse_another_run(
     cure: str,
     warned: Sequence[str] = (),
 ) -> None:
-    """Compare a checkpoint's description of its run with the current one, `now`.
+    """Compare a checkpoint's description of its run with that of the current run, `now`.
 
     The entries `names`, the recipe in the entry `recipe`, and the facts are compared. Raises `UsageError` for
     another run's checkpoint. A difference that changes the bits of the results, such as one in `warned`,

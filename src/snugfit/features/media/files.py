@@ -92,5 +92,5 @@ class MediaEntry:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape for an error message: `3 x 224 x 224`."""
+    """Return a shape as text for an error message, such as `3 x 224 x 224`."""
     return " x ".join(map(str, shape))

@@ -221,7 +221,7 @@ _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_en
 
 
 def _encoder(config: Any) -> Any:
-    """Return the config of the sound encoder; of several nested ones the innermost."""
+    """Return the config of the sound encoder; of several nested ones, the innermost."""
     for key in _ENCODERS:
         # An integer under this key is a size, not a config.
         if (part := getattr(config, key, None)) is not None and not isinstance(part, int):

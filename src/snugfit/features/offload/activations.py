@@ -43,7 +43,7 @@ CHECKPOINTS = "torch.utils.checkpoint"
 
 
 class PendingCopy:
-    """A pending copy from the host to the device, which later launches wait for once."""
+    """A copy from the host to the device that may still be running. Later launches wait for it once."""
 
     __slots__ = ("event", "link", "over")
 
@@ -51,7 +51,7 @@ class PendingCopy:
         self.link, self.event, self.over = link, event, False
 
     def wait(self) -> None:
-        """Make later launches wait for the end of the copy."""
+        """Make launches after this call wait for the end of the copy."""
         if not self.over:
             self.link.wait(self.event)
             self.over = True
@@ -79,7 +79,7 @@ class OffloadedStorage:
         return self.base
 
     def __del__(self) -> None:
-        """Free the host memory at once, and the device memory once nothing is written there."""
+        """Free the host memory at once, and the device memory once no copy writes there."""
         if self.pending is not None:
             self.pending.wait()
         # The allocator may reuse this memory, so a pending copy into it must be done.
@@ -315,7 +315,7 @@ class ActivationOffload:
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
         """Save a tensor for the backward pass by offloading its storage, and return its `SavedTensor`. The
-        input of a checkpointed layer gets its own group..
+        input of a checkpointed layer gets its own group.
         """
         if checkpointed:
             # The region of a checkpoint contains only its input.
@@ -437,7 +437,7 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Return None, as a dead weak reference does, for a storage that is not offloaded."""
+    """Return None, as a dead weak reference does, in place of a storage that is not offloaded."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:

@@ -27,8 +27,8 @@ class Offload(Feature):
         return (OffloadHandler(),)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return how many layers form the smallest repeating group. If only the first layers are offloaded,
-        that is all `layers`.
+        """Return the number of layers in the smallest repeating group. If only the first layers are
+        offloaded, that is all `layers`.
         """
         wish = OFFLOAD.of(setup)
         # The first layers differ from the others, so no pattern of layers repeats.

@@ -57,8 +57,8 @@ class OfBitsandbytes(Technique):
     extra: ClassVar = "bnb"
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Return Python lines that set the bits of the embeddings' moments; none if embeddings have the bits
-        of other weights.
+        """Return Python lines that set the bits of the embeddings' moments; empty if all moments have the
+        same bits.
         """
         prepare = self.value.prepare
         # bitsandbytes needs no override for 8 bits.

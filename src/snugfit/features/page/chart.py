@@ -97,7 +97,7 @@ class Bars:
 
     @property
     def top(self) -> float:
-        """The value at the right end of the scale."""
+        """The value at the end of the scale."""
         bars = [bar for group in self.groups for bar in group.bars if bar]
         ends = [end for bar in bars for end in (bar.value, bar.high or 0.0)]
         # An axis without length cannot be drawn.

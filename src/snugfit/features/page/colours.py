@@ -64,7 +64,7 @@ def colours_of(meanings: Iterable[str]) -> dict[str, str]:
 
 
 def ink_on(colour: str) -> str:
-    """Return black or white, the one with the larger contrast to the colour (WCAG 2.2)."""
+    """Return black or white for a text on this colour, the one with the larger contrast (WCAG 2.2)."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts

@@ -107,7 +107,7 @@ def _kind_of(chart: Chart) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """Convert data for JSON: named tuples become objects, and texts lose their control characters."""
+    """Convert data for JSON: named tuples become objects, and control characters are removed from texts."""
     if isinstance(value, str):
         return harmless(value)
     # A named tuple is also a tuple, so it is checked first.

@@ -210,7 +210,7 @@ def _unit(top: float) -> tuple[int, str]:
 
 
 def _byte_axis(axes: Axes, top: float) -> int:
-    """Scale an axis for bytes from 0 to `top`, and return the bytes of its unit, such as GiB."""
+    """Scale an axis of bytes from 0 to `top`, and return the number of bytes in its unit, such as GiB."""
     unit, name = _unit(top)
     axes.set_ylim(0.0, 1.08 * top / unit)
     axes.set_ylabel(name, fontsize=SIZE)

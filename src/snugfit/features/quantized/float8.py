@@ -85,7 +85,7 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the linear layers that may be converted: plain `nn.Linear` with trained weights, inside the
+    """Yield the linear layers that may be converted: plain `nn.Linear` with trained weights, inside of the
     repeated layers.
     """
     import torch
@@ -103,7 +103,7 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def why_unconverted(model: torch.nn.Module) -> str:
-    """Return the reason why no linear layer of a model can be converted; empty if some can."""
+    """Return the reason why no linear layer of a model can be converted to 8-bit floats; empty if some can."""
     if any(convertible(model)):
         return ""
     return (

@@ -60,7 +60,7 @@ class QuantizedConstruction(Construction):
 
     @property
     def loaded_dtype(self) -> str:
-        """The dtype of the matrix products, in which the weights are loaded before quantization."""
+        """Dtype of the matrix products, in which weights are loaded before they are quantized."""
         # Weights are quantized from the dtype of the matrix products.
         return self.autocast or self.dtype
 

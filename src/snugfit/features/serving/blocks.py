@@ -92,8 +92,8 @@ class PagedCache:
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` for which `fits` is true, by bisection; 0 if there is none.
-    `fits` must also be true for each smaller number.
+    """Return the largest number up to `limit` for which the function `fits` returns True, by bisection; 0 if
+    there is none. `fits` must also return True for each smaller number.
     """
     low, high = 0, limit
     while low < high:

@@ -1,7 +1,7 @@
 """Published memory figures of vLLM servers at their start, and predictions for the same servers.
 
-`vllm_starts.json` has figures from logs and a report of llm-d-planner (Apache-2.0), with their address. Every
-third model, by its name, is used to fit the constants of `vllm.py`; the others test them.
+`vllm_starts.json` has figures from logs and a report of llm-d-planner (Apache-2.0), with their web address.
+Every third model, sorted by name, is used to fit the constants of `vllm.py`; the others test them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def cache_error(start: PublishedStart, answer: ServingAnswer) -> float:
 
 
 def distinct(starts: Iterable[PublishedStart]) -> Sequence[PublishedStart]:
-    """Return the first published start of each different configuration."""
+    """Return the first published start of each distinct configuration."""
     starts_by_options: dict[tuple[Any, ...], PublishedStart] = {}
     for start in starts:
         starts_by_options.setdefault(start.configuration, start)

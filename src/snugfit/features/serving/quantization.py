@@ -251,5 +251,5 @@ def _bare(name: str) -> str:
 
 
 def _within(pattern: str, name: str) -> bool:
-    """Return True if the pattern matches whole components (between dots) of a module's name."""
+    """Return True if the pattern matches whole parts (between dots) of a module's name."""
     return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")

@@ -130,12 +130,12 @@ class ServingRequest:
 
     @property
     def known_version(self) -> str:
-        """The version of the engine; by default the one whose formulas are implemented."""
+        """The version of the engine; by default the newest one whose formulas are implemented."""
         return (self.version or VERSIONS[self.engine][2]).removeprefix("v")
 
     @property
     def minor(self) -> int:
-        """The minor version of the engine: 33 for vLLM 0.33."""
+        """The minor version of the engine, such as 33 for vLLM 0.33."""
         parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version)
         return int(parts[1]) if parts and self.engine == "vllm" else 0
 

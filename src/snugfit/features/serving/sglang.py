@@ -133,7 +133,7 @@ def _refusal(
 
 
 def _defaults(request: ServingRequest, capacity: int) -> tuple[int, int]:
-    """Return sglang's default tokens of a prefill chunk, and largest batch of CUDA graphs."""
+    """Return sglang's default number of tokens in a prompt's chunk, and its largest batch of CUDA graphs."""
     chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or capacity < row[0] * GIB)
     return request.max_batched_tokens or chunk, few if request.tensor_parallel < 4 else many
 

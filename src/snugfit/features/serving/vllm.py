@@ -102,7 +102,7 @@ NO_WORKSPACE = ("mxfp4",)
 
 @dataclass(frozen=True)
 class Options:
-    """vLLM's options, with its defaults for this GPU in the place of None."""
+    """vLLM's options, with its defaults for this GPU in place of None."""
 
     share: float
     batched: int
@@ -292,7 +292,7 @@ def _refusal(
 
 
 def _most_share(total: int) -> float:
-    """Return the largest `gpu_memory_utilization`, in hundredths, that the free memory allows."""
+    """Return the largest `gpu_memory_utilization`, in hundredths, for which enough memory is free."""
     return int((1 - CONTEXT / total) * 100) / 100
 
 

@@ -88,7 +88,7 @@ def _ranks(matrix: Matrix, tensor_parallel: int, keys: int) -> int:
 
 @lru_cache(maxsize=32)
 def _matrices(model: Model) -> tuple[Matrix, ...]:
-    """Return all weights of a model. A weight that modules share occurs once."""
+    """Return all weights of a model. A weight that several modules share occurs once."""
     return tuple(_weights_of(build_without_data(model)))
 
 

@@ -122,7 +122,7 @@ class Reports:
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
-        """Return the losses since the last log line. A repeated step counts with its later loss only."""
+        """Return the losses since the last log line. Only the later loss of a repeated step counts."""
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
@@ -212,8 +212,8 @@ class Reports:
 
 
 def _copy(more: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a callback's arguments for one tracker, with new dicts, because some trackers write
-    into them.
+    """Return a copy of a callback's keyword arguments for one tracker, with new dicts, because some trackers
+    write into them.
     """
     return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
 

@@ -69,7 +69,7 @@ class _SampledCard(NamedTuple):
     utilization: _Utilization
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of a `WatchedGpu` that NVML measures."""
+        """Return the fields of a `WatchedGpu` that NVML measures, by name."""
         censuses = self.sampler.censuses.values()
         shares = [process.bytes for census in censuses for process in census.own if process.bytes]
         facts: dict[str, Any] = {

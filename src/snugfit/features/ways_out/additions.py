@@ -112,7 +112,7 @@ def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
 
 
 def _is_refused(request: Request) -> bool:
-    """Return True if the command's options exclude the search for changes that fit (`--no-ways-out`)."""
+    """Return True if the command's options turn off the search for changes that fit (`--no-ways-out`)."""
     # `--quiet` prints only the first line, in which no change appears.
     return any(request.flags.get(name) for name in ("no_ways_out", "quiet"))
 
@@ -160,9 +160,8 @@ def _ways_out(
 
 
 def show_after_measurement(measured: Measurement, request: Request, gpu: str | None) -> None:
-    """Print the changes that fit on stderr, after a run on one GPU that ran out of its memory.
-
-    `gpu` is the name of the GPU of this machine; None without one.
+    """Print the changes with which a step fits on stderr, after a run on one GPU ran out of memory. `gpu` is
+    the name of this machine's GPU; None without one.
     """
     if not measured.outcome.startswith("oom") or measured.gpus > 1 or gpu is None:
         return
@@ -224,7 +223,9 @@ def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, l
 
 
 def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
-    """Return the prediction with a memory limit that it exceeds: the given limit, or one below its need."""
+    """Return the prediction with a memory limit that it exceeds: the given limit, or one below its predicted
+    need.
+    """
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
     limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
     return replace(prediction, memory_bytes=limit)
@@ -246,7 +247,7 @@ FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another 
 def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Iterator[str]:
     """Yield a heading, a line for each change and the first one as an option.
 
-    With few changes, a further `command` follows. They are changes `of` the recipe of this name.
+    With few changes, a further `command` follows. `of` is the name of the recipe that they change.
     """
     if ways.ways:
         yield f"Changes of {of} that fit, the cheapest first (predicted):"
@@ -260,8 +261,8 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe") -> Itera
 
 
 def in_short(ways: WaysOut) -> Iterator[Facts | Sentence]:
-    """Yield lines of a report: each change that fits, then the option `--recipe` for the first; else a larger
-    GPU.
+    """Yield lines of a report: each change that fits, then the option `--recipe` for the first one. Without a
+    change, a larger GPU is named.
     """
     changes = map(_about, ways.ways) if ways.ways else filter(None, [_about_larger(ways.larger_gpu)])
     rows = tuple(("" if number else "fits with", text) for number, text in enumerate(changes))

@@ -91,7 +91,7 @@ class RecipeCosts:
 
     @property
     def workers(self) -> int:
-        """Number of workers that evaluate at a time."""
+        """Number of worker processes that evaluate recipes concurrently."""
         return len(self._pool.workers)
 
     def screen(self, recipes: Iterable[Recipe]) -> None:
@@ -109,7 +109,7 @@ class RecipeCosts:
                 self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
 
     def judge(self, groups: Iterable[Sequence[Recipe]]) -> None:
-        """Compute the exact bytes and seconds of recipes, in groups that differ only in the allocator's
+        """Compute the exact bytes and seconds of recipes, given in groups that differ only in the allocator's
         settings.
         """
         unknown = [[recipe for recipe in alike if recipe not in self.figures] for alike in groups]
@@ -129,8 +129,8 @@ class RecipeCosts:
     def _answers(
         self, method: str, groups: Sequence[list[Recipe]]
     ) -> Iterator[tuple[list[Recipe], list[Any]]]:
-        """Call a method of the worker processes for each group of recipes. Yield each group with its results;
-        an error is the result for each of its recipes.
+        """Call a method of the worker processes for each group of recipes. Yield each group with its results.
+        After an error, it is the result of each recipe.
         """
         questions = [
             # Setups are sent to workers, which need nothing else of a recipe.
@@ -270,10 +270,8 @@ class LighterRecipes:
                 return
 
     def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
-        """Yield a recipe that fits with several changed techniques, as few as possible. The choice for the
-        slot `without` stays.
-
-        The slot `without` stays plain.
+        """Yield a recipe that fits with several changed techniques, as few as possible. The slot `without`
+        stays as in the given recipe.
         """
         recipe = self.base
         smallest: dict[Slot, Technique] = {}
@@ -297,8 +295,8 @@ class LighterRecipes:
     # ---- techniques --------------------------------------------------------------------------------------
 
     def _lighter_techniques(self, fidelity: Fidelity) -> list[Technique]:
-        """Return the techniques of free slots that save memory by themselves and change results at most by
-        this fidelity.
+        """Return the techniques of free slots that save memory alone, and change results at most as far as
+        this fidelity allows.
         """
         if fidelity not in self._techniques:
             recipes = [
@@ -333,7 +331,7 @@ class LighterRecipes:
         """Yield, for each of these slots, the settings of a technique from few layers to all, if the last one
         fits, with estimated seconds.
 
-        The seconds are an estimate for the least that fits, on a line through both ends.
+        The seconds are those of the mildest setting that fits, interpolated between both ends.
         """
         base = self.cost(self.base)
         recipes = [
@@ -446,8 +444,8 @@ class LighterRecipes:
     # ---- smaller changes ---------------------------------------------------------------------------------
 
     def _least_that_fits(self, base: Recipe, grades: Sequence[Recipe]) -> Recipe:
-        """Return the first of these settings of ever less memory that leaves the headroom, or that fits if
-        the last leaves none. The last one fits, and `base` does not.
+        """Return the first of these settings, each with less memory than the one before, that leaves the
+        headroom. If the last leaves none, return the first that fits. The last one fits, and `base` does not.
         """
         few, last = self.cost(base), self.cost(grades[-1])
         limit = self._comfortable if last.needed_bytes <= self._comfortable else self.memory_bytes
@@ -542,7 +540,9 @@ def _shares_passes(first: Recipe, second: Recipe) -> bool:
 
 
 def timer_of(gpu: Gpu | None) -> Timer:
-    """Return a timer of steps on this GPU; without rates, one whose seconds only rank recipes."""
+    """Return an object that predicts the seconds of steps on this GPU. Without the GPU's rates, the seconds
+    only rank recipes.
+    """
     try:
         return SingleGpuTimer(_rough_seconds) if gpu is None else GpuTimers([gpu])
     except GpuError:

@@ -193,8 +193,9 @@ def _rank(way: WayOut) -> tuple[bool, int, int, bool, int]:
 
 
 def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], None]) -> LargerGpu | None:
-    """Return the smallest GPU that the recipe fits, or else the smallest recipe, with its figures there; None
-    without one."""
+    """Return the smallest GPU that the recipe fits, or else the smallest recipe, with the prediction for it;
+    None without such a GPU.
+    """
     for recipe in dict.fromkeys((prediction.recipe, smallest)):
         tell(f"searching the smallest GPU for {recipe}")
         if larger := _smallest_gpu_for(prediction, recipe):
@@ -226,6 +227,7 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
 
 
 def _by_memory() -> list[Gpu]:
-    """Return the GPUs of the table that predictions support, the smallest first, newer ones first."""
+    """Return the GPUs that predictions support, the smallest first. Among equal ones, newer GPUs come first.
+    """
     usable = [gpu for gpu in all_gpus() if gpu.compute_capability and gpu.memory_bytes]
     return sorted(usable, key=lambda gpu: (gpu.marketed_gb or 0, -(gpu.release_year or 0), gpu.key))

@@ -69,8 +69,8 @@ def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
 
 
 def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
-    """Return the Setup of one of several processes. Sharded weights are cast to autocast's dtype as they are
-    gathered, in place of autocast.
+    """Return the Setup (settings of a training step) of one of several processes. Sharded weights are cast to
+    autocast's dtype when they are gathered, in place of autocast.
     """
     if wish.weights == "copied":
         return setup.with_fields(parallel=wish)

@@ -85,7 +85,7 @@ class _Return(Exception):
 
 
 class _BlockEnds(Exception):
-    """Exception that ends the evaluation of a block in the user's script."""
+    """Exception that ends the evaluation of a block in the user's script, as by `return` or `break`."""
 
 
 @dataclass
@@ -572,8 +572,8 @@ class _Evaluator:
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a call in the user's script if it follows from the arguments, else
-        `_NOT_KNOWN`.
+        """Return the value of a call in the user's script if it follows from the arguments; otherwise the
+        constant `_NOT_KNOWN`.
         """
         value: Any = _NOT_KNOWN
         if isinstance(function, Member):
@@ -666,8 +666,8 @@ class _Evaluator:
         return of if name.startswith("add_") else Unknown(ast.unparse(node))
 
     def parse_kind(self, kind: Any) -> Any:
-        """Return the instance of a dataclass that `HfArgumentParser` fills from the command line, with its
-        defaults.
+        """Return the instance of a dataclass that `HfArgumentParser` fills from the command line, with the
+        dataclass's defaults.
         """
         if not isinstance(kind, Class):
             return Record(of_options=True, base=getattr(kind, "last", ""), own=False)

@@ -135,7 +135,9 @@ def path_of(value: Any) -> str | None:
 
 
 def _names_to(value: Any) -> list[str] | None:
-    """Return the attribute names and indices that lead from the model to a value; None for other values."""
+    """Return the attribute names and indices that lead from the model to a value of the script; None for
+    other values.
+    """
     names: list[str] = []
     while kind_of(value) != MODEL:
         if isinstance(value, ForeignCall) and isinstance(value.function, Member) and value.name in _LISTS:
@@ -211,8 +213,8 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
 
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
-    """Convert a Python condition on a parameter's name to patterns of matching names; None if it cannot be
-    converted.
+    """Convert a Python condition on a parameter's name to patterns of matching names; None if that is
+    impossible. `negated` inverts the condition.
     """
     test = _as_alternatives(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

@@ -144,7 +144,7 @@ class _Meaning:
         return script
 
     def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
-        """Store the library whose trainer the script uses, and the trainer's arguments."""
+        """Store the library whose trainer the script uses, and the arguments of that trainer."""
         script = self.script
         if isinstance(main, Record):
             script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
@@ -265,9 +265,7 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a sentence with the model that the script loads, for error messages; empty without a
-        model.
-        """
+        """Return a sentence on the model that the script loads, for error messages; empty without a model."""
         names = [
             call.positional[0]
             for call in self.calls
@@ -278,7 +276,9 @@ class _Meaning:
     # ---- values --------------------------------------------------------------------------------------------
 
     def values(self, call: ForeignCall, *, first: str = "") -> dict[str, Any]:
-        """Return a call's arguments by name. `first` is the name of its first positional argument."""
+        """Return the arguments of a call in the script by name. `first` is the name of its first positional
+        argument.
+        """
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
             if key.startswith("**") and (file := file_of(value)):
@@ -432,7 +432,9 @@ class _Meaning:
         self.read_events.add(id(event))
 
     def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the training arguments that a call sets; None for a call without effect on them."""
+        """Return the training arguments that a call sets; None for a call without effect on training
+        arguments.
+        """
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
@@ -640,8 +642,8 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Store the argument for float32 adapters if the script casts adapters, as TRL's example scripts
-        do.
+        """Store the training argument for float32 adapters if the script casts adapters, as TRL's example
+        scripts do.
         """
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
@@ -719,7 +721,7 @@ class _Meaning:
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
-        """List a statement of the script as not read, if it may change the predicted step."""
+        """List a statement of the script as not read, if it may affect the predicted step."""
         if id(event) in self.read_events:
             return
         if touches(event):
@@ -754,7 +756,7 @@ def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _word(name: Name) -> Any:
-    """Return a dtype or an enumeration's member as its word in configuration files, such as `bfloat16`."""
+    """Return a dtype or an enumeration's member as it is written in configuration files, such as `bfloat16`."""
     if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
         return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))

@@ -32,7 +32,7 @@ ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "Unsl
 
 def kind_of(value: Any) -> str:
     """Return the role of an object in a training script, such as `model` or `trainer`; empty for any other
-    value.
+    object.
     """
     if isinstance(value, ForeignCall):
         if isinstance(value.function, Name) and value.function.last in words_of("lists"):
@@ -99,7 +99,7 @@ def _kind_of_function(call: ForeignCall) -> str:
 
 
 def base_trainer(script_class: Class) -> str:
-    """Return the library's trainer class from which a class of the script derives; empty for none."""
+    """Return the library's trainer class from which a class of the script derives; empty if there is none."""
     return next((name for name in script_class.library_bases if name.endswith("Trainer")), "")
 
 
@@ -126,7 +126,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def calls_in(value: Any) -> Iterator[ForeignCall]:
-    """Yield the calls that created an object, the outermost first."""
+    """Yield the calls that created an object of the script, the outermost first."""
     while True:
         if isinstance(value, ForeignCall):
             yield value
@@ -254,8 +254,8 @@ NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batc
 
 
 def reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
-    """Return the reason why snugfit cannot predict a script's trainer, its arguments or an adapter; None if
-    it can.
+    """Return the reason why snugfit cannot predict a script's trainer, an argument of it or an adapter; None
+    if it can.
     """
     if library == "peft" and name.endswith("Config") and name not in words_of("configs of lora"):
         return "is not predicted. Among peft's methods, only LoraConfig is."

@@ -24,8 +24,8 @@ class Unknown:
 
 @dataclass(frozen=True, repr=False)
 class OfGpu(Unknown):
-    """A condition of a script on the GPU, such as support of bfloat16. With `holds` it is true on GPUs with
-    bfloat16, otherwise on those without.
+    """A condition of a script on the GPU, such as support of bfloat16. It is equal to `holds` on GPUs with
+    bfloat16.
     """
 
     holds: bool = True
@@ -198,7 +198,7 @@ def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
 
 
 def as_read(target: ast.expr) -> ast.expr:
-    """Return the target of an assignment as an expression, so that its value can be read."""
+    """Return the target of an assignment as an expression, so that its value can be evaluated."""
     read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
     return read
 

@@ -60,7 +60,7 @@ CASTING = frozenset({*CASTS, "to", "contiguous"})
 
 
 class LogitsComputedWhole(UserWarning):
-    """Warning that a model reads all its logits at once, so a chunked loss saves no memory."""
+    """Warning that a model reads all its logits at once, so that chunks save no memory."""
 
 
 class Head(NamedTuple):
@@ -231,8 +231,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Return torch's `cross_entropy` of deferred logits, in chunks. The result is None for weighted classes,
-    a loss for each token, or probabilities instead of labels."""
+    """Return torch's `cross_entropy` of deferred logits, computed in chunks. The result is None for weighted
+    classes, a loss for each token, or probabilities instead of labels.
+    """
     known = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     if not isinstance(input, DeferredLogits) or not known or input.whole is not None:
         return None
@@ -288,7 +289,8 @@ def _plain_or_deferred(
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: autocast's, if it is on. A simulation's autocast uses the CPU's
-    switch."""
+    """Return the dtype of the head's matrix product: autocast's, if it is on. A simulation's autocast uses
+    the CPU's switch.
+    """
     switch = "cpu" if hidden.device.type == "meta" else hidden.device.type
     return torch.get_autocast_dtype(switch) if torch.is_autocast_enabled(switch) else hidden.dtype

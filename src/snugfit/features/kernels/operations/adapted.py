@@ -1,4 +1,4 @@
-"""Linear layers of a model as `Projections`: torch's own, and those to which peft added a LoRA adapter."""
+"""Linear layers of a model as `Projections`: those of torch, and those to which peft added a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def unsupported_settings(model: torch.nn.Module) -> list[str]:
 
 
 def objection(layer: Any) -> str:
-    """Return why a layer's code must run as it is: its type, or a setting of its adapters. Empty if snugfit's
-    kernels compute the same.
+    """Return the reason why a layer must run its own code: its type, or a setting of its adapters. Empty if
+    snugfit's kernels compute the same.
     """
     if not is_adapted(layer):
         return f"a {type(layer).__name__}"
@@ -110,7 +110,7 @@ def _base(layer: Any) -> Any:
 
 
 def _adapter(layer: Any) -> Adapter | None:
-    """Return the factors of a layer's active adapter; None without one."""
+    """Return the LoRA factors of a layer's active adapter; None without an adapter."""
     names = [name for name in layer.active_adapters if name in layer.lora_A] if is_adapted(layer) else []
     # The active adapter may belong to other modules and not change this one.
     if not names:

@@ -82,7 +82,7 @@ def add_norm(
 
 
 class OutputGradients(NamedTuple):
-    """Incoming gradients of a backward pass of `AddNorm`."""
+    """Incoming gradients of a backward pass of `AddNorm`, one for each output."""
 
     of_result: torch.Tensor  # (..., H)
     of_stream: torch.Tensor | None  # (..., H)
@@ -90,7 +90,7 @@ class OutputGradients(NamedTuple):
 
 
 class NeededGradients(NamedTuple):
-    """Flags: the gradients that a backward pass of `AddNorm` has to compute."""
+    """Gradients that a backward pass of `AddNorm` has to compute, as flags."""
 
     residual_dtype: torch.dtype
     x_dtype: torch.dtype

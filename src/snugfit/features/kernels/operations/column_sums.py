@@ -29,7 +29,7 @@ def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor
 
 
 def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
+    """Return the sums of partial sums (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
     # Sums in two stages are equal in every run, while atomic additions are not.
     sums = partials.new_empty((partials.size(0), partials.size(2)), dtype=dtype)
     column_sums(partials, sums=sums)

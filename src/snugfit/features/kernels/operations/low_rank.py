@@ -109,7 +109,7 @@ class LowRankUpdate(NamedTuple):
 
     @classmethod
     def restore(cls, tensors: Sequence[torch.Tensor], spans: Sequence[AdapterSpan], parts: int) -> Self:
-        """Return the updates with these `tensors`, in the order of the property of this name."""
+        """Return the updates with these `tensors`, in the order of the property `tensors`."""
         columns, down, *rest = tensors
         count = len(spans)
         seed = rest[count] if len(rest) > count else None
@@ -191,7 +191,7 @@ class LowRankUpdate(NamedTuple):
         return [one if asked else None for one, asked in zip(given, needed, strict=True)]
 
     def _by_adapter(self) -> list[tuple[AdapterSpan, torch.Tensor, torch.Tensor]]:
-        """Return each adapter's span, its B and its columns of S."""
+        """Return for each adapter its span of columns, its B and its columns of S."""
         columns = self.columns.split([self.parts * span.rank for span in self.spans], 1)
         return list(zip(self.spans, self.ups, columns, strict=True))
 
@@ -201,7 +201,7 @@ def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _draw(rows: torch.Tensor, spans: Sequence[AdapterSpan]) -> torch.Tensor | None:
-    """Return a seed, drawn by torch's generator, if adapters drop elements of their input."""
+    """Return a seed, drawn by torch's generator, if adapters drop elements of their input; otherwise None."""
     if not any(span.drops for span in spans):
         return None
     return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=rows.device)
@@ -231,7 +231,7 @@ def _columns(
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return a product whose sums of 16-bit terms have 32 bits."""
+    """Return a matrix product of 16-bit factors whose sums have 32 bits."""
     if first.dtype not in NARROW:
         return torch.mm(first, second)
     if has_kernel(first):

@@ -29,7 +29,7 @@ def has_kernel(tensor: torch.Tensor) -> bool:
 
 
 def activation_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of tensors between matrix products: autocast's where that is on, or that of `x`."""
+    """Return the dtype of tensors between matrix products: autocast's if it is on, or that of `x`."""
     import torch
 
     kind = autocast_device(x)

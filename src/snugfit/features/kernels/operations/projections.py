@@ -32,7 +32,9 @@ class Layout(NamedTuple):
     """bitsandbytes' `QuantState` of each weight if all weights have 4 bits; empty otherwise."""
 
     def separate(self, entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
+        """Return the entries for weights, for biases and for adapters, from a sequence with one entry for
+        each tensor.
+        """
         count = len(self.sizes)
         end = count * (1 + self.has_biases)
         return entries[:count], entries[count:end], entries[end : end + 2 * len(self.spans)]
@@ -61,7 +63,7 @@ class Projections(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Return the sizes and numbers of the tensors."""
+        """Return the sizes and numbers of the tensors, from which a backward pass finds them."""
         shapes = [one.shape for one in self.states or self.weights]
         sizes = tuple(int(shape[0]) for shape in shapes)
         spans, start = [], 0
@@ -107,7 +109,7 @@ class JointProduct(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """Return the attributes that are no tensors."""
+        """Return the attributes of the product that are no tensors."""
         return self.layout, self.dtypes, self.update.parts if self.update else 0
 
     @property
@@ -133,12 +135,12 @@ class JointProduct(NamedTuple):
         return product
 
     def needs_rows(self, needed: Sequence[bool]) -> bool:
-        """Return True if a weight or an A needs a gradient. `needed` has one entry for each tensor."""
+        """Return True if a weight or an adapter's A needs a gradient. `needed` has one entry for each tensor."""
         weights, _, factors = self.layout.separate(needed)
         return any(weights) or any(factors[::2])
 
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of S, from that of the product (T, N); None without adapters."""
+        """Return the gradient of S = x A^T from that of the product (T, N); None without adapters."""
         return self.update.slopes(of_product) if self.update else None
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:

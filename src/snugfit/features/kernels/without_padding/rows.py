@@ -123,8 +123,8 @@ def _filled_up(
     piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
 ) -> dict[str, Any]:
     """Return a micro-batch as a row padded to `most` tokens. The added tokens form sequences too, as many for
-    each row of its length, and some of them empty. For a row that `is_alone` fewer tokens are added than one
-    step between lengths.
+    each row of its length, and some of them empty. If the row `is_alone`, fewer tokens are added than the
+    distance between two lengths.
     """
     import torch
 
@@ -226,7 +226,7 @@ def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
 
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return labels (B, S) without those of each sequence's first token, which no token predicts."""
+    """Return labels (B, S) without the label of each sequence's first token, which no token predicts."""
     import torch
 
     if mask is None:

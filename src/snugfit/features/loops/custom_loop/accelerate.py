@@ -139,9 +139,9 @@ def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torc
 def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
-    """Return the job with a test result: the micro-batches' loss equals the whole batch's, or not.
-
-    Without micro-batches in the recipe, return the job unchanged. The notes and any warning go to `watch`.
+    """Return the job with the result of a test: True if the loss of micro-batches equals that of the whole
+    batch. Without micro-batches in the recipe, return the job unchanged. The notes and any warning go to
+    `watch`.
     """
     for text in notes:
         watch({"event": "note", "text": text})

@@ -441,8 +441,8 @@ class EvaluationWatch:
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:
-        """Return True if sampled model values and the optimizer's settings are unchanged since the last
-        step.
+        """Return True if sampled values of the model and the optimizer's settings are unchanged since the
+        last step.
         """
         import torch
 
@@ -451,7 +451,9 @@ class EvaluationWatch:
         return torch.equal(numbers, self._numbers()) and settings == _settings(self._state.optimizer)
 
     def _numbers(self) -> torch.Tensor:
-        """Return the first values of some of the model's tensors, (at most TENSORS x NUMBERS,) of float32."""
+        """Return the first values of some of the model's tensors as one tensor: at most (TENSORS x NUMBERS,),
+        float32.
+        """
         import torch
 
         # A slice along the last dimension is contiguous in most tensors, and every non-empty tensor has one.

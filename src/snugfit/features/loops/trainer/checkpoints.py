@@ -275,7 +275,7 @@ class TrainerCheckpoints:
         return is_kept
 
     def _is_kept(self, step: int) -> bool:
-        """Return True if the folder has a checkpoint of this step, or the step is the current one."""
+        """Return True if the folder has a checkpoint of this step, or this is the current step."""
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
@@ -329,7 +329,7 @@ class TrainerCheckpoints:
 
 
 def refuse_no_checkpoint(root: Path, resume_from: str | bool | None) -> None:
-    """Raise `UsageError` for a missing checkpoint, before anything is written into `root`."""
+    """Raise `UsageError` if the checkpoint to resume does not exist, before anything is written into `root`."""
     # If a process ended while it replaced a checkpoint, the old one is in `.replaced-*`.
     if resume_from is True and not [*root.glob("checkpoint-*"), *root.glob(".replaced-*")]:
         raise _no_checkpoint(root)
@@ -373,7 +373,7 @@ def forget_finished(root: Path) -> None:
 
 
 def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
-    """Store the result of `train()` in the run's folder, if a checkpoint contains its final weights."""
+    """Store the result of `train()` in the run's folder, if a checkpoint contains the final weights."""
     best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
     step = best or trainer.state.global_step
     if not (root / f"checkpoint-{step}").is_dir():

@@ -41,7 +41,7 @@ from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:
-    """Print the warnings and changes of a recipe, one line each. It is the default callback of `fit`."""
+    """Print the warnings and changes of a recipe, one line for each. It is the default callback of `fit`."""
     if text := event.get("text"):
         with suppress(OSError):  # the terminal is closed, and the run continues until its checkpoint
             print(f"snugfit: {escape_controls(text)}", flush=True)

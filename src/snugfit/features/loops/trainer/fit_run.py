@@ -132,7 +132,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
 
 
 def _recovery(trainer: Any, journal: Journal) -> Recovery:
-    """Return the `Recovery` that chooses a recipe with which this trainer continues when memory runs out."""
+    """Return the object that chooses the next recipe when memory runs out in this trainer's run."""
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 

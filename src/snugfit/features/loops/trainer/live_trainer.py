@@ -56,8 +56,8 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by their number, because snugfit weights the
-    losses.
+    """Stop the trainer from dividing the loss of each micro-batch by their number, because snugfit weights
+    the losses.
     """
     trainer.current_gradient_accumulation_steps = 1
 

@@ -45,8 +45,8 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:
-    """Switch to a recipe with less memory, if there is one, after a step that was slow because of repeated
-    out-of-memory retries.
+    """Switch to a recipe with less memory, if there is one. It is called after a step that was slow because
+    the allocator often had to free its cache.
     """
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
     what = (

@@ -64,8 +64,8 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
 
 def _switched_on(args: Any) -> Iterator[str]:
-    """Yield each argument in `TrainingArguments` that turns on other kernels or a compiler, with snugfit's
-    technique for it.
+    """Yield each argument in `TrainingArguments` that turns on other kernels or a compiler, with the
+    equivalent technique of snugfit.
     """
     for slot in (Slot.KERNELS, Slot.ENGINE):
         for name in roster.plain(slot).counterparts[0].arguments:
@@ -145,8 +145,8 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
 
 
 def _own_switch_off(args: Any) -> dict[str, Any]:
-    """Return the arguments that turn off the Trainer's checkpointing. It cannot select layers, so snugfit
-    wraps them instead.
+    """Return arguments that turn off the Trainer's checkpointing, which cannot select layers. snugfit wraps
+    the layers instead.
     """
     return {name: False for name in NAMES if hasattr(args, name)}
 

@@ -38,7 +38,9 @@ OF_OTHERS = "others"
 
 @final
 class StateFiles:
-    """Writes and reads the random states and the data position in a checkpoint, for one call of `train()`."""
+    """Writes and reads the training state of a checkpoint in addition to weights and optimizer, for one call
+    of `train()`.
+    """
 
     def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
         self._trainer, self._data, self._ranks = trainer, data, ranks
@@ -138,7 +140,7 @@ class StateFiles:
 
     @property
     def ends(self) -> bool:
-        """True if a callback ended the training at this step of the resumed run, before its last one."""
+        """True if a callback ended the resumed run's training at this step, before its last step."""
         return bool(self._extra_state.get("ends"))
 
     @contextlib.contextmanager

@@ -159,7 +159,7 @@ class StepState:
     """Loss, gradient norm and number of tokens of the step; None before the end of its last micro-batch."""
 
     def following(self, batches: list[Any]) -> StepState:
-        """Return the state for the next step, which trains on these micro-batches."""
+        """Return the state for the next step, which trains on the given micro-batches."""
         return StepState(
             batches=batches,
             pending_micro_batches=self.pending_micro_batches,

@@ -295,7 +295,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         return loader
 
     def _is_at_its_end(self) -> bool:
-        """Return True if a resumed run has already taken all of its steps."""
+        """Return True if a resumed run has already finished all of its steps."""
         ends = self.control.should_training_stop or self._fit_run.checkpoints.state.ends
         return ends or self.state.global_step >= self.state.max_steps
 

@@ -57,8 +57,8 @@ class CollectedFiles:
     """Operating system's error during the writes; None without one."""
 
     def write(self, folder: Path) -> None:
-        """Move the files into `folder`, on the same file system. Raises the `fault` that occurred when they
-        were collected.
+        """Move the files into `folder`, on the same file system. Raises the error `fault` that occurred when
+        they were collected.
         """
         try:
             if self.fault is not None:

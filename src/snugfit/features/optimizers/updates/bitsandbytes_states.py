@@ -60,9 +60,8 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
 
 def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
-    """Move the restored moments of a weight into managed memory if they were there before.
-
-    torch restores them as ordinary host tensors, which a kernel cannot read.
+    """Move the restored moments of a weight into managed memory if they were there when saved. torch restores
+    them as ordinary host tensors, which a kernel cannot read.
     """
     import torch
 
@@ -127,8 +126,8 @@ def shapes(*, on_gpu: bool = True) -> Iterator[None]:
 
 
 def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a paged tensor (CUDA managed memory) in a simulation. Its creation is hidden from every dispatch
-    mode, since torch's allocator does not see it.
+    """Create a paged tensor (CUDA managed memory) in a simulation. Dispatch modes do not record it, because
+    it is outside of torch's allocator.
     """
     import torch
     from torch.utils._python_dispatch import _disable_current_modes

@@ -50,7 +50,7 @@ class FourBitAdamW(AdamWInPieces):
     numbers_in_a_block = BLOCK
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return moments of a weight before its first step: codes of zeros, or zeros in 32 bits."""
+        """Return the moments of a weight before its first step: codes of zeros, or zeros in 32 bits."""
         # Small weights, and weights whose size is no multiple of a block, keep 32 bits.
         if weight.numel() < LEAST or weight.numel() % BLOCK:
             return {

@@ -67,7 +67,9 @@ class AdamWOnHost(FusedAdamW):
                 self._update(piece, group)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
-        """Yield slices of a weight's elements in memory order, after adding one to the step in its state."""
+        """Yield slices of a weight's elements in memory order. Before that, add one to the step count in its
+        state.
+        """
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
@@ -137,7 +139,7 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of this number of bytes in newly allocated host memory."""
+    """Return zeros of this dtype, `nbytes` in all, in newly allocated host memory."""
     # Memory of `mmap` is zero at first, and does not belong to torch's allocator.
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 

@@ -58,8 +58,8 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         optimizer.step()
 
     def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
-        """Return the parameter groups with only their matrices, or with only their other parameters, without
-        empty groups.
+        """Return the parameter groups with only their matrices, or with only their other parameters. Empty
+        groups are left out.
         """
         shares = []
         for group in self.param_groups:

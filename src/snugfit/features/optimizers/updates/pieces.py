@@ -78,8 +78,8 @@ def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor]
 def pieces(
     parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield lists of adjacent items of equal type, with a total size of at most `most`. A larger item is
-    yielded alone.
+    """Yield lists of adjacent items for which `kind` is equal, with a total size of at most `most`. A larger
+    item is yielded alone.
     """
     for _, alike in groupby(parts, kind):
         piece: list[Part] = []
@@ -165,7 +165,7 @@ class AdamWInPieces(FusedAdamW):
 
 
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate these tensors to one flat tensor in fp32."""
+    """Concatenate tensors to one flat tensor in fp32."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
     # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))
@@ -173,7 +173,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive values of one flat tensor into these tensors, in order."""
+    """Copy consecutive values of one flat tensor into several tensors, in order."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 

@@ -90,5 +90,5 @@ def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again
 
 
 def block_of(columns: int) -> int:
-    """Return the number of elements of a program: a whole row if it is short."""
+    """Return the number of elements in one kernel program: a whole row if it is short."""
     return min(BLOCK, int(triton.next_power_of_2(columns)))

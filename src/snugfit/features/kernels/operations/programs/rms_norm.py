@@ -166,5 +166,5 @@ def rms_norm_backward(
 
 
 def warps_of(block: int) -> int:
-    """Return the number of warps for a row: about eight elements for each thread."""
+    """Return the number of warps for a row, with about eight elements for each thread."""
     return min(max(block // 256, 1), 16)

@@ -292,14 +292,15 @@ def _launch_backward(
 
 
 def _apart(cosines: torch.Tensor) -> int:
-    """Return the stride of the rotary cosines from one sequence to the next; 0 if all sequences share
-    them.
+    """Return the distance in elements of rotary cosines from one sequence to the next; 0 if all sequences
+    share them.
     """
     return 0 if cosines.size(0) == 1 else cosines.stride(0)
 
 
 def _tile(heads: int, width: int) -> dict[str, int]:
-    """Return the number of heads in a program's tile, and its width: a power of two of at least half a
-    head."""
+    """Return the number of heads that a kernel program processes at a time, and their width: a power of two
+    of at least half a head.
+    """
     half = triton.next_power_of_2(width // 2)
     return {"HEADS": min(triton.next_power_of_2(heads), max(TILE // half, 1)), "WIDTH": half}
