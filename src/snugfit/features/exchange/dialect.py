@@ -144,7 +144,9 @@ class Dialect:
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
-        """Return all exact keys of the table, with which a misspelt key is compared. Patterns are left out."""
+        """Return all exact keys of the table, with which a misspelt key is compared. Patterns are left
+        out.
+        """
         lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
         return sorted({key for keys in lists for key in keys if "*" not in key})
 

@@ -70,6 +70,8 @@ def _words() -> dict[str, frozenset[str]]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type such as `int | None` in a list; for any other type, the type itself."""
+    """Return the members of a union type such as `int | None` in a list; for any other type, the type
+    itself.
+    """
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

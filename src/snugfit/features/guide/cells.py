@@ -14,7 +14,9 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def show_samples_range(speed: StepSpeed | None) -> str:
-    """Return the range of predicted samples per second as text, such as `4.7 to 5.3`; empty without a range."""
+    """Return the range of predicted samples per second as text, such as `4.7 to 5.3`; empty without a
+    range.
+    """
     known = speed.samples_range if speed else None
     return f"{known[0]:,.1f} to {known[1]:,.1f}" if known else ""
 

@@ -67,7 +67,9 @@ class PerParameter:
 
 
 def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
-    """Return the predictions to make for every optimizer, and for inference, on each of the guide's models."""
+    """Return the predictions to make for every optimizer, and for inference, on each of the guide's
+    models.
+    """
     precision = anatomy()["precision"]
     requests = []
     for facts in anatomy()["jobs"]:

@@ -202,7 +202,9 @@ def _cuts(size: Size) -> bool:
 
 
 def _means(size: Size) -> str:
-    """Return a sentence on the effect of changing a size, such as the vocabulary, and the way to change it."""
+    """Return a sentence on the effect of changing a size, such as the vocabulary, and the way to change
+    it.
+    """
     if size.what == "vocabulary":
         multiple = 64 if (size.instead or 0) % 64 == 0 else 8
         return f"add unused rows with resize_token_embeddings, to a multiple of {multiple}"

@@ -92,7 +92,9 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """A simulated training step of one job and sequence length, which steps of other sizes are compared with."""
+    """A simulated training step of one job and sequence length, which steps of other sizes are compared
+    with.
+    """
 
     profiler: LengthProfiler
     length: int

@@ -103,7 +103,9 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def why_unconverted(model: torch.nn.Module) -> str:
-    """Return the reason why no linear layer of a model can be converted to 8-bit floats; empty if some can."""
+    """Return the reason why no linear layer of a model can be converted to 8-bit floats; empty if some
+    can.
+    """
     if any(convertible(model)):
         return ""
     return (

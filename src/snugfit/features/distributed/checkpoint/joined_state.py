@@ -1,4 +1,6 @@
-"""Join optimizer states and weights from all processes, for the parts of a checkpoint that are not sharded."""
+"""Join optimizer states and weights from all processes, for the parts of a checkpoint that are not
+sharded.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
 
 
 def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
-    """Return True if an entry of a tensor-parallel plan is for experts (mixture of experts) or a part of one."""
+    """Return True if an entry of a tensor-parallel plan is for experts (mixture of experts) or a part of
+    one.
+    """
     return any(rule == one or rule.startswith(f"{one}.") for one in expert_plan)
 
 

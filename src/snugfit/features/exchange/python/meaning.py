@@ -756,7 +756,9 @@ def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _word(name: Name) -> Any:
-    """Return a dtype or an enumeration's member as it is written in configuration files, such as `bfloat16`."""
+    """Return a dtype or an enumeration's member as it is written in configuration files, such as
+    `bfloat16`.
+    """
     if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
         return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))

@@ -135,7 +135,9 @@ class JointProduct(NamedTuple):
         return product
 
     def needs_rows(self, needed: Sequence[bool]) -> bool:
-        """Return True if a weight or an adapter's A needs a gradient. `needed` has one entry for each tensor."""
+        """Return True if a weight or an adapter's A needs a gradient. `needed` has one entry for each
+        tensor.
+        """
         weights, _, factors = self.layout.separate(needed)
         return any(weights) or any(factors[::2])
 

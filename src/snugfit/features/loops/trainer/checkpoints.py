@@ -329,7 +329,9 @@ class TrainerCheckpoints:
 
 
 def refuse_no_checkpoint(root: Path, resume_from: str | bool | None) -> None:
-    """Raise `UsageError` if the checkpoint to resume does not exist, before anything is written into `root`."""
+    """Raise `UsageError` if the checkpoint to resume does not exist, before anything is written into
+    `root`.
+    """
     # If a process ended while it replaced a checkpoint, the old one is in `.replaced-*`.
     if resume_from is True and not [*root.glob("checkpoint-*"), *root.glob(".replaced-*")]:
         raise _no_checkpoint(root)
