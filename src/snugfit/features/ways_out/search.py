@@ -227,6 +227,6 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
 
 
 def _by_memory() -> list[Gpu]:
-    """Return the GPUs that predictions support, the smallest first. Among equal ones, newer GPUs come first."""
+    """Return the GPUs that predictions support, the smallest first, and newer ones first among equal ones."""
     usable = [gpu for gpu in all_gpus() if gpu.compute_capability and gpu.memory_bytes]
     return sorted(usable, key=lambda gpu: (gpu.marketed_gb or 0, -(gpu.release_year or 0), gpu.key))
