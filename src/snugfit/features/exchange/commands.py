@@ -129,9 +129,11 @@ export.__signature__ = inspect.Signature([_RECIPE, *_JOB, *_OWN])  # type: ignor
 
 
 def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) -> None:
-    """Raise `UsageError`, before long work begins, if the command's result cannot be exported. Causes are
-    options that yield several recipes, an unsuitable target library, and a folder that cannot be written. A
-    folder with files of the same names is also refused, unless they were exported for the same target.
+    """Raise `UsageError`, before long work begins, if the command's result cannot be exported.
+
+    Causes are options that yield several recipes, an unsuitable target library, and a folder that cannot be
+    written. A folder with files of the same names is also refused, unless they were exported for the same
+    target.
     """
     if not flags.get("export"):
         return

@@ -47,9 +47,10 @@ class Dialect:
     """Keys without effect on memory and time, by the reason."""
 
     refused: list[dict[str, Any]]
-    """Keys that snugfit refuses. `keys` are patterns of `fnmatch`, `but` lists values without effect, and
-    `why` is the reason. `job` names a training method that is not predicted. `instead` is the flag that
-    replaces a method.
+    """Keys that snugfit refuses.
+
+    `keys` are patterns of `fnmatch`, `but` lists values without effect, and `why` is the reason. `job` names
+    a training method that is not predicted. `instead` is the flag that replaces a method.
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

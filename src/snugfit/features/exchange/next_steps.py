@@ -47,7 +47,9 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
     """Return the Trainer arguments of a recipe that differ from those without any technique, and the batch
-    size. Raises `RecipeError` if arguments alone cannot express the recipe.
+    size.
+
+    Raises `RecipeError` if arguments alone cannot express the recipe.
     """
     if (wish := recipe.setup().lowering) is not None and not wish.is_one_program:
         raise RecipeError(

@@ -201,8 +201,9 @@ def own_gpu() -> str:
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """Return the training job that has these fields, such as the model's name. The guide builds its models in
-    fp32.
+    """Return the training job that has these fields, such as the model's name.
+
+    The guide builds its models in fp32.
     """
     return Job(
         **{"dtype": "float32", **facts, "model": Model.find(facts["model"]), "task": Task(facts["task"])}

@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 
 SAMPLED = 4096
-"""Number of values of a tensor that enter its fingerprint, spread evenly. Noise changes nearly all values.
-Reading every value of a batch of pictures would take longer than creating it.
+"""Number of values of a tensor that enter its fingerprint, spread evenly.
+
+Noise changes nearly all values. Reading every value of a batch of pictures would take longer than creating
+it.
 """
 
 

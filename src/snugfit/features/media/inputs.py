@@ -67,8 +67,9 @@ VIBEVOICE_SAMPLES = 24_000 * SECONDS
 """
 
 MIMI_HOP = 8
-"""Number of 10 ms frames in one frame of Mimi's codec, which has 12.5 frames a second. A text token and codes
-share each codec frame.
+"""Number of 10 ms frames in one frame of Mimi's codec, which has 12.5 frames a second.
+
+A text token and codes share each codec frame.
 """
 
 

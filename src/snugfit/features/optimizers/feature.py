@@ -11,8 +11,9 @@ from snugfit.techniques.technique import Slot
 ONE_STATE = " of one state"
 TENSORS_OF_TWO_STATES = 8
 """Number of tensors in bitsandbytes' 8-bit update with two states: weight, gradient, and three for each state
-(bytes, scales and code book). The update is bound by arithmetic: with one state it takes 0.59 of the time of
-two.
+(bytes, scales and code book).
+
+The update is bound by arithmetic: with one state it takes 0.59 of the time of two.
 """
 
 IN_BACKWARD = (

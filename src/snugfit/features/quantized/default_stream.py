@@ -20,8 +20,10 @@ OPERATORS = ("quantize_4bit", "quantize_blockwise")
 @contextlib.contextmanager
 def quantize_in_order(key: str = "CUDA", drain: Callable[[], None] | None = None) -> Iterator[None]:
     """Context in which these operators, for tensors of the dispatch key, begin after all earlier work and end
-    before later work. The function `drain` waits for the device. Its default does so on a GPU, if the current
-    stream is not the default one.
+    before later work.
+
+    The function `drain` waits for the device. Its default does so on a GPU, if the current stream is not the
+    default one.
     """
     import bitsandbytes  # noqa: F401  it defines the operators
     import torch

@@ -240,7 +240,9 @@ def _print_all(request: ServingRequest, *, as_json: bool) -> int:
 
 def _card(name: str | None, memory: str | None) -> Gpu:
     """Return the GPU of this name, or an unnamed GPU with this memory. If the name is ambiguous, print the
-    chosen GPU. The returned GPU is not used for a comparison of all GPUs.
+    chosen GPU.
+
+    The returned GPU is not used for a comparison of all GPUs.
     """
     from snugfit.job.gpu import choice_of, find_gpu
     from snugfit.units import parse_bytes, show_bytes

@@ -160,8 +160,9 @@ def _ways_out(
 
 
 def show_after_measurement(measured: Measurement, request: Request, gpu: str | None) -> None:
-    """Print the changes with which a step fits on stderr, after a run on one GPU ran out of memory. `gpu` is
-    the name of this machine's GPU; None without one.
+    """Print the changes with which a step fits on stderr, after a run on one GPU ran out of memory.
+
+    `gpu` is the name of this machine's GPU; None without one.
     """
     if not measured.outcome.startswith("oom") or measured.gpus > 1 or gpu is None:
         return

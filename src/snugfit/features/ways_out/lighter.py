@@ -58,8 +58,9 @@ GUESSES = 3
 """Number of settings of one technique that are simulated to find the mildest one that fits."""
 
 LIKELY_LOSS = 0.3
-"""Assumed ratio of a recipe's fragmentation to the largest one of similar recipes (chosen). Similar recipes
-were simulated and share one of its techniques.
+"""Assumed ratio of a recipe's fragmentation to the largest one of similar recipes (chosen).
+
+Similar recipes were simulated and share one of its techniques.
 """
 
 SLOW_RECOMPUTATION = 0.1
@@ -270,8 +271,9 @@ class LighterRecipes:
                 return
 
     def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
-        """Yield a recipe that fits with several changed techniques, as few as possible. The slot `without`
-        stays as in the given recipe.
+        """Yield a recipe that fits with several changed techniques, as few as possible.
+
+        The slot `without` stays as in the given recipe.
         """
         recipe = self.base
         smallest: dict[Slot, Technique] = {}

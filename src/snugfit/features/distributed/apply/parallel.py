@@ -358,6 +358,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
 
 def give_back_whole_weights(device: str) -> None:
     """Empty the allocator's cache on a device of this type, after each process has sharded its weights.
+
     Otherwise blocks of the size of whole layers stay cached, and later requests fill them only in part. More
     would be reserved than by loops that never have whole weights (torchtitan's, dev/several-gpus.md).
     """

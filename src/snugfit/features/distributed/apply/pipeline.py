@@ -104,9 +104,11 @@ class StagePasses:
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
         """Run a step's forward and backward passes, which leave gradients in the parameters. Return each
-        micro-batch's part of the loss. The list is empty unless this process computes the loss. `inputs` are
-        on the device, of a batch of this `shape` (B, S). The batch is cut into one micro-batch for each of
-        the `shares`, its weights in the loss.
+        micro-batch's part of the loss.
+
+        The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
+        this `shape` (B, S). The batch is cut into one micro-batch for each of the `shares`, its weights in
+        the loss.
         """
         import torch
 

@@ -25,9 +25,10 @@ def device_of(model: torch.nn.Module) -> str:
 
 def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
     """Return the device mesh of all processes, without axes of size one. Axes over slower links come first:
-    `stage`, `replicate`, `shard`, `context`, `tensor`. Ranks along the data axis, `replicate` and `shard`,
-    have different samples. `shard` is the axis of one copy of sharded weights; with several copies it has
-    `shards` ranks.
+    `stage`, `replicate`, `shard`, `context`, `tensor`.
+
+    Ranks along the data axis, `replicate` and `shard`, have different samples. `shard` is the axis of one
+    copy of sharded weights; with several copies it has `shards` ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

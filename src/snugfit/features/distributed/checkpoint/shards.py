@@ -495,8 +495,9 @@ def keep_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 READ_BYTES = 1 << 30
-"""Bytes of optimizer states that the host holds at a time during reading (chosen). This is large for one
-read, and small compared to a model that needs DeepSpeed's engine.
+"""Bytes of optimizer states that the host holds at a time during reading (chosen).
+
+This is large for one read, and small compared to a model that needs DeepSpeed's engine.
 """
 
 
@@ -556,9 +557,10 @@ def put_parts(
     known: Mapping[str, Any],
     read: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Copy optimizer states from a checkpoint's shards into DeepSpeed's flat partitions. `known` has the
-    metadata of each state under `weight/state`. `read` is a function that returns some of the states, whole.
-    The numbers of updates must be in the optimizer's `state` already.
+    """Copy optimizer states from a checkpoint's shards into DeepSpeed's flat partitions.
+
+    `known` has the metadata of each state under `weight/state`. `read` is a function that returns some of the
+    states, whole. The numbers of updates must be in the optimizer's `state` already.
     """
     optimizer: Any = state.optimizer
     counts = [float(values["step"]) for values in optimizer.state.values() if "step" in values]

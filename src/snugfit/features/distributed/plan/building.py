@@ -1,7 +1,8 @@
-"""The device on which a model is built, for models that no GPU can hold whole. Under `fsdp` and `hsdp`, each
-GPU builds the whole model before it shards it, unless the host builds it. If the host does, each GPU takes
-its part layer by layer (`step/build.py`). Under every other technique a GPU holds all of these weights
-anyway. If a model's weights exceed a GPU, plans therefore build it on the host.
+"""The device on which a model is built, for models that no GPU can hold whole.
+
+Under `fsdp` and `hsdp`, each GPU builds the whole model before it shards it, unless the host builds it. If
+the host does, each GPU takes its part layer by layer (`step/build.py`). Under every other technique a GPU
+holds all of these weights anyway. If a model's weights exceed a GPU, plans therefore build it on the host.
 """
 
 from __future__ import annotations

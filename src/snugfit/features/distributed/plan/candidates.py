@@ -2,9 +2,11 @@
 micro-batches.
 
 The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It is the
-fastest one (`kind.py`). Data parallelism alone is always tried. Along the other axes of a mesh, groups of
-GPUs work on the same samples. They share matrices, and with these the experts if there are some, or
-sequences, or they form stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
+fastest one (`kind.py`).
+
+Data parallelism alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
+samples. They share matrices, and with these the experts if there are some, or sequences, or they form stages.
+The techniques propose the sizes of such groups, at most the GPUs of a host.
 """
 
 from __future__ import annotations

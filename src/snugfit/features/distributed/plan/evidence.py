@@ -289,7 +289,9 @@ class Evidence:
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
         """Return True if a lower bound of the seconds per sample is known for this batch split with these
-        groups of GPUs. Smaller groups with the same kinds of parallelism count too.
+        groups of GPUs.
+
+        Smaller groups with the same kinds of parallelism count too.
         """
         return any(
             pace.shared.parts > 1

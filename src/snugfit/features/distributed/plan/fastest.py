@@ -273,9 +273,10 @@ class FastestOnGpus:
         return next(expected, None if self._trusts_line else unknown[-1])
 
     def _is_behind(self, way: _WayToShare) -> bool:
-        """Return True if another layout is faster than this one, or must be simulated before it. The other
-        layout has the same parallelism, and recomputes less or gathers weights less often. It fits, or may
-        fit, with one micro-batch per step.
+        """Return True if another layout is faster than this one, or must be simulated before it.
+
+        The other layout has the same parallelism, and recomputes less or gathers weights less often. It fits,
+        or may fit, with one micro-batch per step.
         """
         for other in self._ways:
             if other is way:

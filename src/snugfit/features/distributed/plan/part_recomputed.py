@@ -4,10 +4,12 @@ layer.
 The search compares recipes that recompute no layer, or each. There are as many settings in between as a model
 has layers. Models of few layers give no information on them, so each setting is simulated with all layers.
 Bytes and seconds are linear between the two ends: each recomputed layer frees its activations, and adds its
-forward pass. For the same layout and micro-batches, the fewest layers follow from the ends. They are
-simulated with all layers, and the result corrects them once or twice. If gathered weights are kept, this is
-repeated without keeping them, which may leave memory for more layers. Stages are left out: the largest stage
-changes with the recomputed layers.
+forward pass.
+
+For the same layout and micro-batches, the fewest layers follow from the ends. They are simulated with all
+layers, and the result corrects them once or twice. If gathered weights are kept, this is repeated without
+keeping them, which may leave memory for more layers. Stages are left out: the largest stage changes with the
+recomputed layers.
 """
 
 from __future__ import annotations

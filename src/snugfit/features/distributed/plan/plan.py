@@ -48,9 +48,10 @@ class OnGpus:
     """True if the recipe fits. Otherwise it is the recipe that exceeds the memory least."""
 
     why: str = ""
-    """Reason for the recipe; empty if it needs none. It explains groups of GPUs with the same samples, the
-    sharding of their weights, and partial recomputation. It also explains a choice that is predicted to be
-    slightly slower than another recipe.
+    """Reason for the recipe; empty if it needs none.
+
+    It explains groups of GPUs with the same samples, the sharding of their weights, and partial
+    recomputation. It also explains a choice that is predicted to be slightly slower than another recipe.
     """
 
     host_share: float | None = None
@@ -89,8 +90,9 @@ class SeveralGpusPlan(JsonDocument, Tabular):
     least.
     """
     alternatives: tuple[OnGpus, ...] = ()
-    """Other fully simulated recipes on as many GPUs as the fastest answer, the fastest first. The first may
-    be slightly faster than the answer, whose `why` then gives the reason.
+    """Other fully simulated recipes on as many GPUs as the fastest answer, the fastest first.
+
+    The first may be slightly faster than the answer, whose `why` then gives the reason.
     """
     kept_slots: tuple[KeptSlot, ...] = ()
     """Slots (choices of a recipe) that the search left unchanged, with the reasons."""
@@ -219,7 +221,9 @@ class CardsOfKind:
 
     answers: tuple[OnGpus, ...] = ()
     """Fastest recipe on the fewest GPUs that fit, then on each larger number that takes fewer GPU seconds a
-    step. If nothing fits, the recipe on the largest number that exceeds the memory least.
+    step.
+
+    If nothing fits, the recipe on the largest number that exceeds the memory least.
     """
 
     dearer: tuple[int, ...] = ()

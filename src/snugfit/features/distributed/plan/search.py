@@ -144,8 +144,9 @@ class _Search:
 
     def _best_of(self, count: int) -> OnGpus:
         """Return the fastest recipe for `count` GPUs that fits in a simulation of all layers, or the one that
-        exceeds the memory least. If a recipe does not fit with all layers, its bytes are stored, and the
-        search continues.
+        exceeds the memory least.
+
+        If a recipe does not fit with all layers, its bytes are stored, and the search continues.
         """
         missed: set[Recipe] = set()
         while fitting := self._outcomes[count].fitting:
@@ -422,8 +423,9 @@ distinguish them.
 """
 
 HOST_MATTERS = 0.75
-"""Share of a step's seconds in which the host works, below which this work is ignored (chosen). A host with
-this share does not bound the step, even if it takes a third longer than predicted.
+"""Share of a step's seconds in which the host works, below which this work is ignored (chosen).
+
+A host with this share does not bound the step, even if it takes a third longer than predicted.
 """
 
 HOST_ALIKE = 0.05

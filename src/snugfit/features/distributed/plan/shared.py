@@ -108,6 +108,7 @@ class Shared:
 
     def holds_no_more_than(self, other: Shared) -> bool:
         """Return True if this layout takes no more memory than the other for every equal split of the batch.
+
         The layouts may differ in three properties only. This one recomputes activations that the other keeps.
         It shards weights that the other holds whole, at least temporarily. Or more of its GPUs work on the
         same samples.

@@ -1,5 +1,6 @@
-"""Bytes and seconds of exchanging tensors between GPUs: NCCL's memory, and the duration of each exchange. An
-exchange of `S` bytes among `n` GPUs takes a constant time, and transfers `factor * S` bytes over the bus
+"""Bytes and seconds of exchanging tensors between GPUs: NCCL's memory, and the duration of each exchange.
+
+An exchange of `S` bytes among `n` GPUs takes a constant time, and transfers `factor * S` bytes over the bus
 (`_factor`). Within a host, the bus is the link between GPUs. Between hosts it is the network, with one
 adapter in use for each GPU of the group in one host.
 
@@ -105,8 +106,9 @@ def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
 
 
 def communication_bytes(trace: Trace, gpus: int) -> int:
-    """Return the GPU memory that NCCL takes in addition to torch's allocator, in bytes by NVML. It is the sum
-    over the process group of all GPUs and each further group.
+    """Return the GPU memory that NCCL takes in addition to torch's allocator, in bytes by NVML.
+
+    It is the sum over the process group of all GPUs and each further group.
     """
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:

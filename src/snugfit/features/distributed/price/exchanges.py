@@ -63,8 +63,10 @@ if TYPE_CHECKING:
 
 def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None) -> dict[int, int]:
     """Return blocks that are freed late, because another stream still uses them, in the form of `Frees`
-    (`last_step.py`). The blocks are those of the trace's last step. The result is empty without such blocks,
-    or if the GPU's rates are unknown.
+    (`last_step.py`).
+
+    The blocks are those of the trace's last step. The result is empty without such blocks, or if the GPU's
+    rates are unknown.
     """
     if gpu is None or not trace.awaited:
         return {}

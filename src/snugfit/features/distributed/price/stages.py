@@ -42,8 +42,10 @@ ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
 """torch's names of the pipeline schedules with one stage on each GPU."""
 
 FURTHER = 1
-"""Micro-batches of the smallest simulation in addition to one for each stage. With one for each stage, the
-first stage holds all of them at once. With one more, it frees one before the next (1F1B).
+"""Micro-batches of the smallest simulation in addition to one for each stage.
+
+With one for each stage, the first stage holds all of them at once. With one more, it frees one before the
+next (1F1B).
 """
 
 IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})

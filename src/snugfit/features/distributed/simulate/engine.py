@@ -159,8 +159,10 @@ HOOKS = {
     ),
     "DeepSpeedZeroOptimizer_Stage3": ("reduce_ready_partitions_and_remove_grads",),
 }
-"""Methods of ZeRO stage 3 that run in Python, by class. They run before and after each module, to find the
-weights to fetch and to release. One runs at each weight's gradient.
+"""Methods of ZeRO stage 3 that run in Python, by class.
+
+They run before and after each module, to find the weights to fetch and to release. One runs at each weight's
+gradient.
 """
 
 

@@ -87,9 +87,10 @@ class RankRecorder(Recorder):
         self.shards: HostShards | None = None
         """Simulated host memory of the shards; None if they are on the GPU."""
         self.keeps_exchanged = isinstance(self.policy, CudaPolicy)
-        """True if tensors of asynchronous collectives stay alive until the next collective begins. This is
-        NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin together
-        then have one handle.
+        """True if tensors of asynchronous collectives stay alive until the next collective begins.
+
+        This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
+        together then have one handle.
         """
         self.experts = 1
         """Number of ranks over which the experts of a layer are sharded.

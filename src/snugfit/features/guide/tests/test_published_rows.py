@@ -63,8 +63,9 @@ def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
 
 
 SPEED, APART = 0.35, 0.05
-"""Allowed relative error of published speeds on a GPU that was never measured. Two speeds that differ by more
-than the second number must have the published order.
+"""Allowed relative error of published speeds on a GPU that was never measured.
+
+Two speeds that differ by more than the second number must have the published order.
 """
 
 

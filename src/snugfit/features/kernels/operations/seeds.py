@@ -53,9 +53,11 @@ HOOKS, REENTRANT = "hooks", "reentrant"
 
 
 def checkpoint_around() -> str:
-    """Return the type of `torch.utils.checkpoint` around the current code. One type saves tensors by hooks
-    (`torch/utils/checkpoint.py`). The reentrant one runs without gradients first, and within the backward
-    pass again. An empty string means no checkpoint. If torch does not expose its hooks, the result is hooks.
+    """Return the type of `torch.utils.checkpoint` around the current code.
+
+    One type saves tensors by hooks (`torch/utils/checkpoint.py`). The reentrant one runs without gradients
+    first, and within the backward pass again. An empty string means no checkpoint. If torch does not expose
+    its hooks, the result is hooks.
     """
     # The reentrant checkpoint runs its first pass without gradients.
     if not torch.is_grad_enabled():

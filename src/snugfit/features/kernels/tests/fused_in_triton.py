@@ -32,8 +32,9 @@ SHAPES = ((1, 1, 8), (3, 43, 33), (1, 3, 1000))
 """Rows and columns that are and are not multiples of a program's tile."""
 
 FEW_ROWS = (5, 3, 33)
-"""Shape that Triton's interpreter runs in place of many rows. Its kernel loads few rows at a time, so that
-two programs still take turns.
+"""Shape that Triton's interpreter runs in place of many rows.
+
+Its kernel loads few rows at a time, so that two programs still take turns.
 """
 
 MORE_SHAPES = (

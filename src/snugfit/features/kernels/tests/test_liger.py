@@ -307,6 +307,7 @@ def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
 AGAIN = json.loads((MEASURED.parent / "again.json").read_text(encoding="utf-8"))
 RELATIVE = 0.1
 """Allowed relative error of the ratio of seconds with and without Liger, for steps that the host bounds.
+
 Prediction and measurement are for the same host at different times.
 """
 

@@ -140,8 +140,9 @@ def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
     """Return the job with the result of a test: True if the loss of micro-batches equals that of the whole
-    batch. Without micro-batches in the recipe, return the job unchanged. The notes and any warning go to
-    `watch`.
+    batch.
+
+    Without micro-batches in the recipe, return the job unchanged. The notes and any warning go to `watch`.
     """
     for text in notes:
         watch({"event": "note", "text": text})

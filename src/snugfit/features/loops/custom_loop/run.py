@@ -390,7 +390,9 @@ class Stopped(SystemExit):
 
     repeats_step = False
     """True if the resumed run yields the last step's batch again, because the code after that step did not
-    finish. State that the loop saves itself must then be from before that step.
+    finish.
+
+    State that the loop saves itself must then be from before that step.
     """
 
 

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
-"""Slots (choices of a recipe) that a plan for a live trainer leaves unchanged. The model already has its
-adapters and attention, and the process has already allocated memory. It is unknown if the dataset supports
-workers, and if its batches have one length, for which layers are compiled once.
+"""Slots (choices of a recipe) that a plan for a live trainer leaves unchanged.
+
+The model already has its adapters and attention, and the process has already allocated memory. It is unknown
+if the dataset supports workers, and if its batches have one length, for which layers are compiled once.
 """
 
 

@@ -120,7 +120,9 @@ def ranks_of(trainer: Any) -> Iterator[Ranks]:
 
 def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **counting: Any) -> Any:
     """Return the loss weights (n,) of this process's micro-batches: their fraction of all labels, times the
-    number of processes. They stay on the device, without synchronization.
+    number of processes.
+
+    They stay on the device, without synchronization.
     """
     import torch
     import torch.distributed as dist

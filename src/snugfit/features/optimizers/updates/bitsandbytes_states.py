@@ -60,8 +60,9 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
 
 def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
-    """Move the restored moments of a weight into managed memory if they were there when saved. torch restores
-    them as ordinary host tensors, which a kernel cannot read.
+    """Move the restored moments of a weight into managed memory if they were there when saved.
+
+    torch restores them as ordinary host tensors, which a kernel cannot read.
     """
     import torch
 

@@ -213,9 +213,10 @@ def add_norm_backward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keep_tile(seed, site, rows, columns, drops, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BEGIN):  # type: ignore[no-untyped-def]
-    """Return the mask of the kept elements of a tile, (ROWS, COLUMNS). `rows` (ROWS) are the indices of its
-    rows. `BEGIN` is its first column, a multiple of 8. `columns` is the width of a row, and `seed` an
-    address. A row has a random number for each 8 columns.
+    """Return the mask of the kept elements of a tile, (ROWS, COLUMNS).
+
+    `rows` (ROWS) are the indices of its rows. `BEGIN` is its first column, a multiple of 8. `columns` is the
+    width of a row, and `seed` an address. A row has a random number for each 8 columns.
     """
     GROUPS: tl.constexpr = COLUMNS // 8
     groups = BEGIN // 8 + tl.arange(0, GROUPS)
