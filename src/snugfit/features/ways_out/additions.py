@@ -1,4 +1,4 @@
-"""Additions to predictions, plans and errors: the changes of a recipe with which a step fits.
+"""Adds the changes of a recipe with which a step fits to predictions, plans and errors.
 
 The core calls this module (`Feature.changes_that_fit`). After an out-of-memory error, changes are computed
 for the job of the run and the memory of its GPU, without use of the GPU. The original error is never lost:

@@ -1,4 +1,4 @@
-"""Several processes in accelerate and the Trainer: DDP by accelerate, and FSDP2 by its plugin.
+"""Training in several processes with accelerate and the Trainer: DDP by accelerate, and FSDP2 by its plugin.
 
 Both differ from torch's own. accelerate's FSDP2 (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`) makes the
 embedding a group of its own. The last norm with the head is another group, which stays gathered after the

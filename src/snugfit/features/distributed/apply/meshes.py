@@ -1,4 +1,5 @@
-"""Norms and lists of tensors that mix whole tensors with shards (`DTensor`) over different device meshes.
+"""Operations on norms and lists of tensors that mix whole tensors with shards (`DTensor`) over different
+device meshes.
 
 Under tensor parallelism matrices are sharded over some ranks, and norms are whole in each. With FSDP2
 matrices are sharded along two axes of the mesh and norms along one. torch's operators on lists of tensors

@@ -1,4 +1,4 @@
-"""The mesh of all processes, and the device that each of them computes on."""
+"""The device mesh of all processes, and the device that each of them computes on."""
 
 from __future__ import annotations
 

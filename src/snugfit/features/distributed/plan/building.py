@@ -1,4 +1,4 @@
-"""The device on which a model is built, for models that no GPU can hold whole.
+"""Choice of the device on which a model is built, if no GPU can hold the whole model.
 
 Under `fsdp` and `hsdp`, each GPU builds the whole model before it shards it, unless the host builds it. If
 the host does, each GPU takes its part layer by layer (`step/build.py`). Under every other technique a GPU

@@ -1,4 +1,5 @@
-"""Evaluation of a recipe on several GPUs: bytes and seconds, from models of few layers and few micro-batches.
+"""Prediction of a recipe's bytes and seconds on several GPUs, from models with few layers and few
+micro-batches.
 
 A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow ones.
 Micro-batches of one size are alike from the second on. Their bytes are those of three, and each further one

@@ -1,4 +1,5 @@
-"""Results of plans for several GPUs: the fastest recipe for each number of GPUs, of one GPU model or of many.
+"""Classes of results of plans for several GPUs: the fastest recipe for each number of GPUs, of one GPU model
+or of many.
 
 All GPUs of one model cost the same. At any price, the cheapest number of them has the step with the fewest
 GPU seconds (GPUs x seconds a step). Prices compare GPU models. They come from the user and are not part of

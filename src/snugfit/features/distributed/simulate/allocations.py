@@ -1,4 +1,4 @@
-"""Allocations of one rank of several, whose storages may be resized or used by several streams."""
+"""Allocations of one of several ranks, whose storages may be resized or used by several streams."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks for tensor parallelism, by transformers' plans: can a model be split, and into this number of
-shards?
-"""
+"""Checks if a model can be split by tensor parallelism into a number of shards, by transformers' plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step of `fit`'s Trainer: requested checkpoints, stops, and interrupted evaluations.
+"""Work at the end of a Trainer's step under `fit`: requested checkpoints, stops, and interrupted evaluations.
 
 After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
 arrive during each of these. A checkpoint of the current step is then saved without waiting for an evaluation.

@@ -1,4 +1,4 @@
-"""AdamW in slices: some weights at a time are copied, updated by torch's fused AdamW, and copied back.
+"""AdamW in slices of the weights: some at a time are copied, updated by torch's fused AdamW, and copied back.
 
 So there are few kernels, and the temporaries have a fixed size. `AdamWInPieces` widens weights and moments of
 fewer bits on their device; `host.AdamWOnHost` updates copies on the host.
