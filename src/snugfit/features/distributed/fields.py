@@ -33,8 +33,9 @@ class ShardingWish(SeveralProcesses):
     """
 
     bucket: int | None = None
-    """Elements of the buffer in which gradients are averaged (`reduce_bucket_size`); None for the size that
-    `auto` gives, the square of the width of the hidden states."""
+    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). None is the
+    size that `auto` gives, the square of the hidden size.
+    """
 
     dtype: str = "float32"
     """Dtype of weights in modules and of their computation, by torch's name. The updated weights are always

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BUSY = 0.85
-"""Share of a phase's seconds in which the device works, below which the phase is bound by the host (chosen,
-as for a step).
+"""Limit of the share of a phase's seconds in which the device works. Below it, the phase is bound by the host
+(chosen, as for a step).
 """
 
 HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 _TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _NO_PARTS = {"model", "cross_entropy"}
-"""Parameters of Liger's functions that are no kernels of a model: the model itself, and a loss that is
-replaced for the whole process.
+"""Parameters of Liger's functions that select no kernel of a model: the model itself, and a loss replaced for
+the whole process.
 """
 
 PACKAGED = Path(__file__).with_name("liger_models.json")

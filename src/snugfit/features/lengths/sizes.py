@@ -37,7 +37,7 @@ FREE = 0.005
 
 MULTIPLES = (8, 64)
 STEEP = 2
-"""Least ratio of the relative saving of seconds to that of length, at which a shorter length ends a tile or a
+"""Least ratio of saved seconds to saved length, both relative, from which a shorter length ends a tile or a
 wave.
 
 Attention alone makes shorter sequences slightly faster, token by token.

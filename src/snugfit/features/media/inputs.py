@@ -41,8 +41,8 @@ USUAL_PIXELS = 224
 
 SECONDS = 30
 FRAMES = 100 * SECONDS
-"""Number of frames in a spectrogram of 30 seconds with a hop of 10 ms, as in all of transformers' feature
-extractors for speech.
+"""Number of frames in a spectrogram of 30 seconds with a hop of 10 ms, as in transformers' feature extractors
+for speech.
 """
 
 SAMPLE_RATE = 16_000

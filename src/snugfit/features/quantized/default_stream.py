@@ -1,7 +1,8 @@
-"""Context in which bitsandbytes quantizes in order with work on another CUDA stream. Its kernels that
-quantize run on CUDA's default stream (`backends/cuda/ops.py` passes them no stream, unlike those that
-dequantize). A run whose work is on a stream of its own would quantize numbers that are not written yet. So
-both streams are drained around each of these kernels.
+"""Context in which bitsandbytes quantizes in order with work on another CUDA stream.
+
+Its kernels that quantize run on CUDA's default stream (`backends/cuda/ops.py` passes them no stream, unlike
+those that dequantize). A run whose work is on a stream of its own would quantize numbers that are not written
+yet. So the context waits for both streams around each of these kernels.
 """
 
 from __future__ import annotations

@@ -83,7 +83,9 @@ class ServingAnswer:
     """Number of tokens in each of the `sequences`."""
 
     sequences: int
-    """Number of sequences with `sequence_tokens` that the cache holds; 0 if the engine does not start."""
+    """Number of sequences of `sequence_tokens` tokens that the cache holds; 0 if the engine does not
+    start.
+    """
 
     most_sequences: int
     """Largest number of sequences that the engine computes at once, by its own setting."""

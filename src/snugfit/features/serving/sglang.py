@@ -25,15 +25,14 @@ RANK_BUFFERS = int((NON_TORCH_RANKS - NON_TORCH) * GIB)
 DEFAULTS = (
     (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
 )  # fmt: skip
-"""Limits of GPU memory in GiB, and sglang's defaults below each (`server_args.py`,
-`_handle_gpu_memory_settings`): tokens of a prompt's chunk, and the largest batch of CUDA graphs. The last
-number is that batch for four ranks and more. The memory is that of nvidia-smi (`get_nvgpu_memory_capacity` of
-`srt/utils/common.py`).
+"""Limits of GPU memory in GiB, with sglang's defaults below each: tokens of a prompt's chunk, and largest
+batch of CUDA graphs (`server_args.py`, `_handle_gpu_memory_settings`). The last number is that batch for four
+ranks and more. The memory is that of nvidia-smi (`get_nvgpu_memory_capacity` of `srt/utils/common.py`).
 """
 
 META_MIB, PER_TOKEN_MIB, PER_GRAPH_MIB, PER_RANK_MIB = 512, 1.5, 2, 128
-"""MiB that sglang's default memory share leaves free: a constant, per token of a chunk, per sequence of the
-largest CUDA graph, per rank (`_handle_gpu_memory_settings`).
+"""MiB that sglang's default memory share leaves free (`_handle_gpu_memory_settings`). They are a constant,
+per token of a chunk, per sequence of the largest CUDA graph, and per rank.
 """
 
 LARGE_GIB, LEAST_FREE_MIB = 60, 10 * 1024

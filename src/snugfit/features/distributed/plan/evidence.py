@@ -44,10 +44,10 @@ memory.
 """
 
 WITH_SUMS = 1.5
-"""Greatest ratio of a step's memory with several micro-batches to that with one of the same size.
+"""Greatest ratio of a step's memory with several micro-batches to that with a single one of their size.
 
-Gradients exist next to all activations. In the update without optimizer states, gradients take at most half
-of the remaining bytes.
+With several, gradients exist next to all activations. In the update without optimizer states, gradients take
+at most half of the remaining bytes.
 """
 
 PACE = 0.97

@@ -24,8 +24,8 @@ Arguments are the model and the batch.
 """
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""The type of a function that returns the number of items, or the sum of their weights, over which a batch's
-loss is a mean.
+"""The type of a function that returns the number of items, or the sum of their weights, in the mean loss of a
+batch.
 """
 
 

@@ -60,8 +60,8 @@ class FitRun:
     """Object that counts trained batches and restores the position in the data."""
 
     prefetcher: Prefetcher[Any] | None = None
-    """Object that fetches the micro-batches of the next step, with the Trainer's count of their items; None
-    before the first epoch of a run.
+    """Object that fetches the next step's micro-batches, with the Trainer's count of their items; None before
+    the first epoch of a run.
     """
 
     epoch_iterator: Any = None
