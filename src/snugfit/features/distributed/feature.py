@@ -66,7 +66,7 @@ class Distributed(Feature):
         return SpreadState()
 
     def processes(self) -> Any:
-        """Return the module that starts and restarts the processes of a run, and detects slow ones."""
+        """Return the module that starts and restarts the processes of a run, and finds slow processes."""
         from snugfit.features.distributed import processes
 
         return processes
@@ -114,7 +114,7 @@ class Distributed(Feature):
         return super().simulation_overrides(setup, policy, recorder, notes)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
-        """Return True if all layers have equal memory and kernels: not assumed for several processes or
+        """Return True if all layers have equal memory and kernels. Not assumed for several processes, or for
         DeepSpeed's engine.
         """
         return PARALLEL.of(setup) is None and SHARDING.of(setup) is None

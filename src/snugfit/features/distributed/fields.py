@@ -1,4 +1,4 @@
-"""The fields of `Setup` that this feature adds."""
+"""The fields of `Setup` (settings of a training step) that this feature adds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from snugfit.techniques.wish import SeveralProcesses, Wish
 ONE_GPU = "trains on several GPUs, and one was named. Add --gpus 2 (gpus=2 in Python) or leave it out"
 
 RING = "ring"
-"""Name of torch's `scaled_dot_product_attention` without masks, whose sequences are cut over ranks
-(`apply/ring_attention.py`)."""
+"""Name of the attention function for sequences that are cut over ranks. It is torch's
+`scaled_dot_product_attention` without masks (`apply/ring_attention.py`).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,24 +21,30 @@ class ShardingWish(SeveralProcesses):
     GPUs."""
 
     stage: int = 2
-    """Stage of ZeRO: 2 keeps gradients and optimizer states in flat partitions, 3 weights too."""
+    """Stage of ZeRO. Stage 2 partitions gradients and optimizer states over ranks, stage 3 also weights."""
 
     states: str = "none"
-    """Place of optimizer states, fp32 weights and the update: `none` is the GPU, `cpu` the host, `nvme` a
-    disk (stage 3)."""
+    """Device of optimizer states, fp32 weights and the update: `none` is the GPU, `cpu` the host, `nvme` a
+    disk (stage 3).
+    """
 
     weights: str = "none"
-    """Place of weights until a module uses them (stage 3): `none`, `cpu` or `nvme`."""
+    """Device of weights until a module uses them (stage 3): `none` is the GPU, `cpu` the host, `nvme` a disk.
+    """
 
     bucket: int | None = None
-    """Elements of the buffer in which gradients are averaged (`reduce_bucket_size`); None for the size that
-    `auto` gives, the square of the width of the hidden states."""
+    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). None is the
+    size that `auto` gives, the square of the hidden size.
+    """
 
     dtype: str = "float32"
-    """Dtype of modules' weights and computation, by torch's name. The updated weights are always fp32."""
+    """Dtype of weights in modules and of their computation, by torch's name. The updated weights are always
+    fp32.
+    """
 
     ranks: int = 1
-    """Number of processes that train together, one for each GPU, each on its part of the global batch."""
+    """Number of processes that train together, one for each GPU. Each computes its part of the global batch.
+    """
 
     def on(self, gpus: int) -> ShardingWish:
         """Return these settings for `gpus` GPUs; DeepSpeed's are the same for any number."""
@@ -49,14 +56,14 @@ class ParallelWish(SeveralProcesses):
     """Value of the field `parallel`: processes that train one model by torch.distributed, one for each GPU (a
     rank).
 
-    They form a mesh. Along its data axis each has a part of the global batch. Along the others ranks work on
-    the same samples, and each has a part of their work.
+    They form a device mesh. Along its data axis, each rank has a part of the global batch. Along the other
+    axes, ranks share the work on the same samples.
     """
 
     weights: str = "copied"
-    """Distribution of weights, gradients and optimizer states along the data axis. `copied`: each rank has
-    all, and gradients are averaged (DDP). `sharded`: each has a part, and weights are gathered where a layer
-    computes (FSDP2). `alone`: there is no data axis.
+    """Distribution of weights, gradients and optimizer states over ranks with different samples (the data
+    axis). `copied`: each rank has all, and gradients are averaged (DDP). `sharded`: each has a part, and
+    weights are gathered where a layer computes (FSDP2). `alone`: all ranks work on the same samples.
     """
 
     states: str = "copied"
@@ -68,22 +75,25 @@ class ParallelWish(SeveralProcesses):
     """Number of processes; 0 before it is set."""
 
     shards: int = 0
-    """Ranks of the data axis that one copy of the weights is sharded over; 0 shards one over all. Fewer make
-    several copies, whose gradients are averaged.
+    """Number of ranks of the data axis that share one copy of the weights; 0 for all of them. Fewer ranks
+    make several copies, whose gradients are averaged.
     """
 
     reshard: str = "layers"
-    """Weights that are dropped after the forward pass and gathered again for the backward one: the `layers`',
-    `all`, or `none`. Weights outside of layers are needed again at once."""
+    """Weights that are dropped after the forward pass and gathered again for the backward one: those of
+    `layers`, `all`, or `none`. Weights outside of layers are needed again at once.
+    """
 
     on_host: bool = False
-    """True if the host keeps the shards, and updates them."""
+    """True if shards (each rank's part of weights and states) are in host memory and updated there."""
 
     dtype: str | None = None
-    """Dtype that gathered weights are cast to and computed in, by torch's name; None does not cast them."""
+    """Dtype of gathered weights and of their computation, by torch's name; None keeps the dtype of the
+    shards.
+    """
 
     bucket_views: bool = False
-    """True if copied weights' gradients are views of the averaged buckets, without memory of their own."""
+    """True if gradients of copied weights are views of the averaged buckets, without memory of their own."""
 
     tensor: int = 1
     """Number of ranks that the matrices of each layer are cut over."""
@@ -95,13 +105,13 @@ class ParallelWish(SeveralProcesses):
     """Number of ranks that the layers are distributed over, one stage after the other."""
 
     schedule: str = ""
-    """Order in which each stage runs its micro-batches, by torch's name; empty without stages."""
+    """Order in which each stage runs its micro-batches, by torch's name; empty without pipeline stages."""
 
     chunks: int = 1
-    """Number of stages of each of these ranks: with n ranks the first has the stages 0, n, 2n, ..."""
+    """Number of stages on each rank of the pipeline. With n ranks, the first has the stages 0, n, 2n, ..."""
 
     experts: int = 1
-    """Number of ranks that each layer's experts are distributed over: those that share its matrices, or 1."""
+    """Number of ranks that each layer's experts are distributed over. It is 1, or equal to `tensor`."""
 
     @property
     def copies(self) -> bool:
@@ -138,17 +148,19 @@ class ParallelWish(SeveralProcesses):
 
     def counts(self, rank: int) -> float:
         """Return the weight of this rank's loss in the sum of all ranks' losses, from 0 to 1. Ranks that
-        share sequences have equal weights that add up to 1. Among other ranks with the same samples, one rank
-        of the last pipeline stage has 1.
+        share sequences have equal weights that sum to 1. Among other ranks with the same samples, one in the
+        last pipeline stage has weight 1.
         """
-        # Only the last stage has a loss. Each piece's loss is scaled as if it were the whole sequence's.
+        # Only the last stage has a loss. The loss of each part of a sequence is scaled as if it were the
+        # whole one's.
         is_last_stage = rank // (self.ranks // self.stages) == self.stages - 1
         return 1 / self.context if is_last_stage and rank % self.tensor == 0 else 0.0
 
     @property
     def axes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis of a mesh except the data axis; axes of one are left
-        out."""
+        """Return the number of ranks along each axis of the device mesh except the data axis. Axes of size
+        one are left out.
+        """
         counts = {"stages": self.stages, "context": self.context, "tensor": self.tensor}
         return {axis: count for axis, count in counts.items() if count > 1}
 
@@ -157,7 +169,7 @@ class ParallelWish(SeveralProcesses):
         experts are distributed, all GPUs of a group must share them.
         """
         groups, left = divmod(gpus, self.ranks_of_one_part)
-        # `alone` has no data axis, and the other values need one of at least two groups.
+        # `alone` has no data axis. All other values need at least two groups of ranks along it.
         if left or (self.weights == "alone") is not (groups == 1) or batch_size % groups:
             return False
         # On several hosts, each copy of sharded weights fills whole hosts.
@@ -182,7 +194,7 @@ class ParallelWish(SeveralProcesses):
                 f"The recipe takes {together} GPUs ({named}) or a multiple of them, and {gpus} were "
                 f"named. Set --gpus to a multiple of {together}."
             )
-        # The recipe fixes all axes but the data axis, which takes the rest of the GPUs.
+        # The recipe fixes the sizes of all axes but the data axis, which gets the remaining GPUs.
         data = gpus // together
         if self.weights == "alone" and data > 1:
             raise UsageError(
@@ -204,8 +216,9 @@ class ParallelWish(SeveralProcesses):
 
 
 SHARDING = Wish[ShardingWish | None]("sharding", ShardingWish | None, None)
-"""The field `sharding`: DeepSpeed's engine that runs the steps; None leaves them to the loop."""
+"""The field `sharding`: settings of DeepSpeed's engine, which then runs the steps; None trains without it."""
 
 PARALLEL = Wish[ParallelWish | None]("parallel", ParallelWish | None, None)
-"""The field `parallel`: processes that train together; None trains in one. Each wraps the model before it
-makes an optimizer of its own part."""
+"""The field `parallel`: settings of the processes that train together; None trains in one process. Each
+process wraps the model before it creates an optimizer for its part of the weights.
+"""

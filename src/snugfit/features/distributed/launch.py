@@ -5,9 +5,9 @@ It equals `torchrun --nproc-per-node N -m snugfit ...`, with four additions.
 - Signals are passed on. No SIGKILL follows after 30 seconds as with torchrun, since a checkpoint may take
   longer. A second signal ends the run at once.
 - The processes' ends are summarized in one message and one exit code.
-- The processors are shared: each process gets its share of the cores as threads.
-- When one process runs out of memory and records that the run can continue (`start_again.py`),
-  all are started again. Each recipe needs less memory than the last, until none is left.
+- CPU cores are divided: each process gets its share of the cores as threads.
+- When one process runs out of memory and records that the run can continue (`start_again.py`), all are
+  started again. Each recipe needs less memory than the last, until none is left.
 
 No other error starts the processes again: the same command resumes the run.
 """
@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = {*EXIT_CODES.values(), *AT_ONCE.values()}
 
 ENTRY = ("-m", "snugfit")
-"""Arguments with which Python starts snugfit in each process."""
+"""Command-line arguments of Python that start snugfit in each process."""
 
 AGAIN = "snugfit: memory ran out in one process; all start again, under a recipe that needs less"
 
@@ -71,13 +71,13 @@ def launch(processes: int, command_line: Sequence[str]) -> int:
 
 
 def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]:
-    """Start the command once in several processes; return their exit code, or their failures by rank."""
+    """Run the command once in several processes. Return their exit code, or their failures by rank."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _quieten()  # the loggers exist once their modules are imported
+    _quieten()  # loggers exist only once their modules are imported
     with tempfile.TemporaryDirectory(prefix="snugfit-") as logs:
         more: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
         known = {field.name for field in fields(LaunchConfig)}
@@ -97,7 +97,7 @@ def _run(processes: int, command_line: Sequence[str]) -> int | Mapping[int, Any]
         except ChildFailedError as ended:
             failures: Mapping[int, Any] = ended.failures
             return failures
-        except SignalException as stopped:  # from a launcher that handles the signal itself
+        except SignalException as stopped:  # raised by a launcher that handles the signal itself
             return EXIT_CODES.get(signal.Signals(stopped.sigval), 1)
     return 0
 
@@ -168,8 +168,8 @@ def _can_start_again(failures: Mapping[int, Any]) -> bool:
 
 
 def _order(failure: Any) -> int:
-    """Return a sort key of a failed process: 0 for the likely cause of the run's end, more for its
-    consequences. torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
+    """Return a sort key of a failed process: 0 for the likely cause of the run's end, more for consequences.
+    torch ends the remaining processes by SIGTERM, and those that ignore it by SIGKILL.
     """
     if _error_of(failure) is not None:
         return 0

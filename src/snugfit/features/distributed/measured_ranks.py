@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from snugfit.step.step import Step
 
 LEAVING = "snugfit-leaving"
-"""Key of the store that counts the ranks which are done."""
+"""Key of the processes' shared store that counts the ranks which have finished."""
 
 LONGEST = timedelta(days=1)
-"""Longest wait of a rank for another. The parent ends all ranks long before, when one dies or at its
-deadline."""
+"""Longest time that a rank waits for another one. The parent ends all ranks long before, when one dies or at
+its deadline.
+"""
 
 
 class RankGroup:
@@ -70,8 +71,9 @@ class RankGroup:
     def run_further(
         self, step: Step, steps: int, timed: Observer, when_timed: Callable[[], None]
     ) -> Fabric | None:
-        """Run `steps` timed steps, call `when_timed`, and run a few more, in which the first rank measures
-        the exchanges."""
+        """Run `steps` timed steps, call the function `when_timed`, and run a few more steps. In these, the
+        first rank measures the exchanges.
+        """
         return run_further(step, steps, timed, when_timed, profiles=self.rank == 0)
 
     def leave(self) -> None:
@@ -96,14 +98,15 @@ def _backend(request: Mapping[str, Any], device: torch.device) -> str:
 # ---- the exchange ----------------------------------------------------------------------------------------
 
 WARM_STEPS, PROFILED_STEPS = 1, 2
-"""Numbers of steps after the timed ones: those that only start the profiler, and those that count."""
+"""Numbers of steps after the timed ones: steps that only start the profiler, and profiled steps."""
 
 EXTRA_STEPS = WARM_STEPS + PROFILED_STEPS
 
 
 MARKS = ("nccl:", "ProfilerStep")
-"""Prefixes of torch's own marks, which surround kernels. NCCL's kernels have names such as
-`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`."""
+"""Name prefixes of profiler annotations, which surround kernels. NCCL's kernels have names such as
+`ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`.
+"""
 
 
 class KernelSpan(NamedTuple):
@@ -115,8 +118,8 @@ class KernelSpan(NamedTuple):
 
 
 class Fabric(NamedTuple):
-    """Seconds of one step in which NCCL kernels ran on this GPU, in total and without any other kernel beside
-    them.
+    """Seconds of one step in which NCCL kernels ran on this GPU: in total, and without another kernel at the
+    same time.
     """
 
     seconds: float
@@ -176,8 +179,8 @@ class FabricProfiler:
 def run_further(
     step: Step, steps: int, timed: Observer, when_timed: Callable[[], None], *, profiles: bool
 ) -> Fabric | None:
-    """Run timed steps and a few more; return the measured seconds of collectives if this rank `profiles` and
-    NCCL kernels ran.
+    """Run timed steps and a few more. Return the measured seconds of collectives if this rank `profiles` and
+    NCCL kernels ran; otherwise None.
     """
     profiler = FabricProfiler() if profiles else None
     step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))

@@ -1,8 +1,9 @@
-"""A mesh as text: `fsdp=4, tensor=2` is a recipe's techniques for several GPUs, with their numbers of GPUs.
+"""Device meshes in text form: `fsdp=4, tensor=2` is a recipe's techniques for several GPUs, with their
+numbers of GPUs.
 
-Each word is a technique of a slot for several GPUs. Its number is the GPUs along that axis; the numbers
-multiply. `replicate` is the number of copies of sharded weights. Techniques of the data axis (`ddp`, `fsdp`)
-have no number in a recipe, because `--gpus` sets it; the others have.
+Each word is a technique for several GPUs. Its number is the GPUs along that axis; the numbers multiply.
+`replicate` is the number of copies of sharded weights. Techniques of the data axis (`ddp`, `fsdp`) have no
+number in a recipe, because `--gpus` sets it; the others have.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Slot, Technique
 
 REPLICATE = "replicate"
-"""Word of a mesh for copies of weights that are sharded over GPUs."""
+"""Name in `--mesh` for the number of copies of weights that are sharded over GPUs."""
 
 COUNT = "n"
-"""Name of the setting for the number of GPUs along a technique's axis."""
+"""Name of a technique's setting for its number of GPUs."""
 
 EXAMPLE = "Write for example 'fsdp=4, tensor=2'."
 
@@ -82,7 +83,7 @@ def _technique(recipe: Recipe, kind: type[Technique], word: str, count: int, tex
     before = recipe[kind.slot]
     if not before.plain and not isinstance(before, kind):
         raise UsageError(f"--mesh {text!r} and the recipe's {before} contradict each other. Leave one out.")
-    # A technique of the data axis takes its number from `--gpus`.
+    # A technique of the data axis gets its size from `--gpus`.
     if COUNT not in {declared.name for declared in fields(kind)}:
         return before if isinstance(before, kind) else kind()
     if isinstance(before, kind):

@@ -56,16 +56,16 @@ class MemoryRecord:
     """The record of a run of several processes whose memory ran out."""
 
     run: dict[str, Any]
-    """Its job, the requested recipe, and the number of GPUs."""
+    """Job, requested recipe, and number of GPUs of the run."""
 
     recipes: tuple[str, ...]
-    """Recipes, in order, that ran out of memory since the newest checkpoint was written."""
+    """Recipes that ran out of memory since the newest checkpoint, in order."""
 
     step: int
-    """The number of the failed step, from 1."""
+    """Number of the step that ran out of memory, counted from 1."""
 
     rank: int
-    """Rank of the process without memory."""
+    """Rank of the process that ran out of memory."""
 
     cause: str
     phase: str
@@ -156,15 +156,13 @@ def record_of(run: Run, checkpoint: Checkpoint | None) -> MemoryRecord | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the record of exhausted memory from the run's folder."""
+    """Remove the record of exhausted memory (`out-of-memory.json`) from the run's folder."""
     with suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
 
 
 def _same(run: Run) -> dict[str, Any]:
-    """Return the run's fields that must equal those in the record, so that it continues the run that ran out
-    of memory.
-    """
+    """Return the fields of a run that must equal those in a record for the record to apply."""
     about = {"job": run.job.to_json(), "asked": str(run.recipe), "gpus": run.ranks.size}
     read: dict[str, Any] = json.loads(json.dumps(about))
     return read

@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 SLOWER = 1.3
-"""Ratio to the others' seconds from which a process counts as slow (chosen)."""
+"""Ratio of a process's seconds to the others' from which it counts as slow (chosen)."""
 
 ROUNDS = 3
-"""Number of consecutive exchanges that must agree (chosen): one may coincide with a checkpoint, or another
-program."""
+"""Number of consecutive comparisons in which a process must be slow (chosen). A single one may coincide with
+a checkpoint, or with another program.
+"""
 
 LEAST_SECONDS = 1e-3
-"""Differences below this many seconds are ignored (chosen)."""
+"""Least difference in seconds between processes that counts (chosen)."""
 
 
 @final
 class Stragglers:
-    """Comparison of the step times of a run's processes."""
+    """Comparison of the step times of a run's processes, which finds a slow one."""
 
     def __init__(self, ranks: Ranks, journal: Journal, *, every: int) -> None:
         self._ranks, self._journal, self._every = ranks, journal, every

@@ -1,6 +1,4 @@
-"""The result of reading a user's configuration file: settings for snugfit, and a list of each key with its
-use.
-"""
+"""The result of reading a user's configuration file: settings for snugfit, and each key with its use."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from snugfit.report.text.terminal import show, words
 LONGEST_VALUE = 40
 
 MOST_DOUBTS = 3
-"""Largest number of unread statements that a report lists."""
+"""Largest number of unread script statements that a report lists."""
 
 
 class UnsupportedJobError(UsageError):
@@ -30,20 +28,21 @@ class Line:
     """One key of a configuration file with its value, and its meaning for snugfit."""
 
     key: str
-    """Key in the file."""
+    """The key of a setting in the user's file."""
 
     value: str
-    """Value in the file, or `(default)`."""
+    """The setting's value in the file, or `(default)`."""
 
     says: str
-    """Meaning of the key for snugfit, or the reason why it has none."""
+    """Meaning of the key for snugfit, or the reason why snugfit ignores or refuses it."""
 
     instead: str = ""
-    """Key of a job file, or flag, that replaces a refused key."""
+    """The option or job-file key that replaces a refused key; empty for none."""
 
     job: str = ""
-    """Job or method that a refused key belongs to. Without `instead` no flag replaces it. Empty for other
-    keys."""
+    """Job or training method that a refused key belongs to, if no option replaces the key. Empty for other
+    keys.
+    """
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.says}" if self.value else f"{self.key}: {self.says}"
@@ -51,41 +50,41 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A configuration file as snugfit's settings, with a list of each key and its use."""
+    """A configuration file as snugfit's settings, with each key and its use."""
 
     path: str
-    """The path of the file."""
+    """The path of the file that was read."""
 
     title: str
-    """Kind of file, for messages."""
+    """Name of this kind of file in messages."""
 
     export: str
-    """Target of `snugfit export` for the user's own tool; empty for `hf`."""
+    """Value of `snugfit export --to` for the tool that the user's file belongs to; empty for `hf`."""
 
     settings: Mapping[str, Any]
-    """Settings with the keys of a job file: model, task, batch_size, recipe, loop, ..."""
+    """Settings read from the file, with the keys of a job file: model, task, batch_size, recipe, loop, ..."""
 
     by_flags: Mapping[str, str]
-    """Command-line argument that gave each setting, by setting."""
+    """Command-line argument that set each setting not read from the file, by setting."""
 
     took: tuple[Line, ...]
-    """Keys that became settings of the job or the recipe."""
+    """Keys of the file that became settings of the job or the recipe."""
 
     differs: tuple[Line, ...]
-    """Keys that became settings, with a difference in meaning."""
+    """Keys that became settings with a slightly different meaning, which is explained."""
 
     ignored: tuple[Line, ...]
-    """Keys that may be ignored, each with the reason."""
+    """Keys without effect on memory and time, with the reasons."""
 
     refused: tuple[Line, ...]
-    """Keys that snugfit does not support."""
+    """Keys that snugfit does not support, with the reasons."""
 
     unread: tuple[Line, ...] = ()
-    """Statements and keys that may change the answer, and were not read."""
+    """Script statements and keys that may affect the prediction and were not read."""
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return warnings about the unread parts of a configuration file."""
+        """Return warnings about unread parts of a configuration file."""
         if not self.unread:
             return ()
         shown = "; ".join(f"{one.key}: {one.value}" for one in self.unread[:MOST_DOUBTS])
@@ -93,7 +92,7 @@ class Reading:
         return (f"{self.path} was not read in full: {shown}{f'; and {more} more' if more > 0 else ''}.",)
 
     def refuse(self, otherwise: Collection[str] = ()) -> None:
-        """Raise `UsageError` that lists the keys of a configuration for which snugfit has no setting.
+        """Raise `UsageError` with a list of the keys of a configuration for which snugfit has no setting.
 
         A key is exempt if a flag or a job file sets its replacement, which `otherwise` names. A key of an
         unsupported job or method raises an error about it alone.

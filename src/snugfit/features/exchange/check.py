@@ -46,21 +46,24 @@ _CONDITIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "known": lambda value, listed, force: not isinstance(value, str),
     "unequal": lambda value, other, force: bool(value != force.get(other)),
 }
-"""Functions for conditions of rules on a value, given the rule's operand and all values of the file and
-defaults."""
+"""Functions that check a rule's condition. Arguments are a value, the rule's operand, and all values of the
+file with defaults.
+"""
 
 OF_READER = (WIDENS, "adapters_dtype", "frozen")
-"""Keys that the reader of scripts adds, and that are not arguments of a library."""
+"""Keys that snugfit's reader of scripts adds. They are not arguments of a library."""
 
 _OF_EVALUATION = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "eval_strategy": "no"}
-"""Defaults of `TrainingArguments` to which rules about evaluation refer; importing the class takes
-seconds."""
+"""Defaults of `TrainingArguments` for rules about evaluation. They are copied here because the import takes
+seconds.
+"""
 
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+", re.IGNORECASE)
-"""Regular expression of a number that YAML 1.1, and so PyYAML, reads as text: it requires a point before the
-exponent."""
+"""Regular expression of a number that YAML 1.1 (and PyYAML) reads as text: without a point before the
+exponent.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +71,13 @@ class Fix:
     """Edits of a configuration file that repair one problem: keys to set, to remove and to rename."""
 
     set: Mapping[str, Any] = field(default_factory=dict)
-    """New values by dotted key."""
+    """New values of the file's settings, by dotted key."""
 
     remove: tuple[str, ...] = ()
-    """Dotted keys to delete."""
+    """Dotted keys to delete from the file."""
 
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Top-level keys with their new names; the values stay."""
+    """New names of top-level keys, by old name. The values stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +85,16 @@ class Finding:
     """One problem of a configuration file, such as two contradicting keys or a key without effect."""
 
     kind: str
-    """`conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
+    """Kind of the problem: `conflict`, `unknown`, `renamed`, `removed`, `no effect` or `trap`."""
 
     keys: tuple[str, ...]
-    """Keys of the finding."""
+    """Keys of the file that have the problem."""
 
     says: str
-    """Reason for the finding, with the text to write instead."""
+    """Description of the problem, with the value to write instead."""
 
     fix: Fix | None = None
-    """Changes that solve it; None if only the user can decide."""
+    """Changes to the file that solve the problem; None if only the user can decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,27 +104,27 @@ class Checked(JsonDocument):
     what: ClassVar = "check"
 
     path: str
-    """Path of the file."""
+    """Path of the checked file."""
 
     kind: str
-    """Library and class that the file configures."""
+    """Library and class that the file configures, for messages."""
 
     findings: tuple[Finding, ...]
-    """Findings in the order of their kinds, and of the file."""
+    """Problems found, sorted by kind and then by position in the file."""
 
     unread: tuple[str, ...]
-    """Arguments that a script computes while it runs: they are not checked."""
+    """Arguments that a script computes while it runs. They are not checked."""
 
 
 def check(path: Path) -> Checked:
-    """Return the configuration file at `path` with its problems. Raises `UsageError` if it is no
+    """Return the configuration file at `path` with its problems. Raises `UsageError` for a file that is not a
     configuration.
     """
     return check_document(open_document(path))
 
 
 def check_document(document: Document) -> Checked:
-    """Return the configuration file, which is read already, with its problems."""
+    """Return a configuration file, which was read before, with its problems."""
     facts = _facts(document.dialect)
     values = document.values
     findings = [*_find_renamed(values, facts), *_find_removed(values, facts)]
@@ -134,7 +137,7 @@ def check_document(document: Document) -> Checked:
     if document.format != "python" or document.dialect in (
         "trainer",
         "sft",
-    ):  # other rules are about a file, not a call
+    ):  # the other rules are about whole files
         findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")
     return Checked(
@@ -177,7 +180,7 @@ def _find_renamed(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
         if old not in values or (known and new not in known):
             continue
         if known and old in known and (not entry.get("alias") or new in values or values[old] is None):
-            continue  # the installed version has the name, or has both and uses the newer one
+            continue  # the installed version knows this name, or knows both and uses the newer one
         note = f"; {entry['note']}" if "note" in entry else ""
         value = as_word(values[old])
         fix: Fix | None = Fix(remove=(old,))
@@ -263,7 +266,7 @@ def _find_wrong_mesh(document: Document) -> Iterator[Finding]:
 
 def _apply_rules(document: Document, facts: Mapping[str, Any]) -> Iterator[Finding]:
     renamed = {old: entry["to"] for old, entry in facts["renamed"].items() if "values" not in entry}
-    # Rules have the new names, and a finding names the key as the file has it.
+    # Rules use the new names, and a finding names the key as it is in the file.
     own = {new: old for old, new in renamed.items() if old in document.values and new not in document.values}
     given = {renamed.get(key, key): value for key, value in document.values.items() if value is not None}
     usual = _defaults_of(document.dialect)
@@ -315,7 +318,7 @@ def _holds(condition: Any, value: Any, force: Mapping[str, Any]) -> bool:
 
 
 def _is_times(value: Any, other: Any, factor: int) -> bool:
-    """Return True if a numeric setting is at least `factor` times another one."""
+    """Return True if a numeric setting is at least `factor` times another setting."""
     return type(value) is int and type(other) is int and 0 < other * factor <= value
 
 

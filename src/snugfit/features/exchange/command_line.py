@@ -27,36 +27,36 @@ from snugfit.features.exchange.values import field_kinds
 from snugfit.techniques import roster
 
 SEVERAL = ("lora_target_modules", "report_to", "label_names", "lora_modules_to_save")
-"""Arguments that take all words up to the next flag as their value."""
+"""Command-line arguments whose value is all words up to the next option."""
 
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""Modules that start a training script themselves when run as `python -m MODULE`."""
+"""Python modules that start a training script when run as `python -m MODULE`."""
 
 RUN_FILE = "launcher.run_file"
-"""Name of the argument with the configuration file of the run that a command starts."""
+"""Argument for the configuration file of the training run that a command starts."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-"""Arithmetic of a shell, `$((A * B))`, with parentheses of one level."""
+"""Regular expression of shell arithmetic, `$((A * B))`, with one level of parentheses."""
 
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-"""Operators of a shell on whole numbers from 0 on, by those of Python."""
+"""Functions for shell arithmetic on whole numbers from 0 on, by the type of Python's operator."""
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
-"""A use of a variable. `${1:-gpt2}` has a default."""
+"""Regular expression of a shell variable in a command. `${1:-gpt2}` has a default."""
 
 _SLURM = re.compile(r"^#SBATCH\s+-{1,2}([\w-]+)[=\s]\s*(?:gpu:)?(?:[\w-]+:)?(\d+)\b", re.MULTILINE)
-"""An option of SLURM with a number: `--nodes=1`, `--gres=gpu:a100:4`."""
+"""Regular expression of a SLURM option with a number: `--nodes=1`, `--gres=gpu:a100:4`."""
 
 _OF_SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "gres": ("SLURM_GPUS_ON_NODE",), "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
 }  # fmt: skip
-"""Variables that SLURM sets from each of its options."""
+"""Environment variables that SLURM sets, by the option that sets them."""
 
 
 def split_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
@@ -83,7 +83,7 @@ def parse_pairs(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def is_argument(name: str) -> bool:
-    """Return True for the name of an argument of transformers' Trainer, or of its example scripts."""
+    """Return True for the name of an argument of transformers' Trainer or of its example scripts."""
     table = dialect("script")
     return bool(name in argument_names() or table.refusal(name) or table.reason_to_ignore(name))
 
@@ -131,7 +131,7 @@ def _lines(text: str) -> list[str]:
     """Return the lines of a shell file, joined where a quotation or a backslash continues a line."""
     lines: list[str] = []
     quote, current = "", ""
-    whole = text.rstrip().removesuffix("\\")  # the last line may continue into nothing
+    whole = text.rstrip().removesuffix("\\")  # the last line may end in a backslash
     for line in whole.replace("\\\n", " ").splitlines():
         if not quote and line.lstrip().startswith("#"):
             continue
@@ -171,30 +171,30 @@ def _training_command(words: list[str], where: str) -> list[str]:
     """
     if not words or words[0] in words_of("commands that train nothing"):
         return []
-    if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "..."
+    if "-c" in words and words.index("-c") + 1 < len(words):  # bash -c "COMMAND"
         return _training_command(_split(words[words.index("-c") + 1], where), where)
     names = [word.rpartition("/")[2] for word in words]
     first = next((at for at, name in enumerate(names) if name in words_of("launchers")), None)
     if first is None or not any(word.startswith("--") or _is_file(word) for word in words[first:]):
         return []
-    # Their further commands, such as `preprocess`, train nothing.
+    # Other subcommands of these tools, such as `preprocess`, do not train.
     if names[first] in ("axolotl", "llamafactory-cli") and names[first + 1 : first + 2] != ["train"]:
         return []
-    # A launcher's name far behind another command is an argument of that command.
+    # A launcher's name far behind another command is an argument of it.
     if first > 3 and names[0] not in words_of("schedulers"):
         return []
     return words[first:]
 
 
 def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
-    """Return the library and the arguments of one training command. The launcher's arguments come first, then
-    the script's.
+    """Return the library and the arguments of one training command. The arguments of its launcher come first,
+    then those of its script.
     """
     scripts = [
         at
         for at, word in enumerate(words)
         if word.endswith(".py")
-        # TRL, axolotl and LLaMA-Factory have a command in the place of a script.
+        # TRL, axolotl and LLaMA-Factory have a subcommand instead of a script.
         or word in ("sft", "train")
         or (word == "-m" and words[at + 1 : at + 2] != [] and words[at + 1] not in LAUNCHER_MODULES)
     ]
@@ -205,7 +205,7 @@ def _read_command(words: list[str], visible: str) -> tuple[str, dict[str, Any]]:
     # DeepSpeed names its GPUs as `--include localhost:0,1`.
     if type(include := launcher.get("include")) is str and ":" in include:
         launcher["num_gpus"] = len(include.partition(":")[2].split(","))
-    # Plain Python starts one process, however many GPUs are visible.
+    # Plain Python starts one process, regardless of the number of visible GPUs.
     alone = words[0] in ("python", "python3") and not {"nproc_per_node", "nproc-per-node"} & set(launcher)
     if visible and not alone and not set(words_of("numbers of processes")) & set(launcher):
         launcher["visible"] = len(visible.split(","))
@@ -229,8 +229,8 @@ def _is_file(word: str) -> bool:
 
 
 def _run_file(words: list[str], arguments: Mapping[str, Any]) -> str | None:
-    """Return the configuration file that a training command names: a word that is no flag, or TRL's
-    `--config`.
+    """Return the path of the configuration file that a training command names: a word that is no flag, or
+    TRL's `--config`.
     """
     beside = (word for before, word in pairwise(words) if _is_file(word) and not before.startswith("--"))
     config = arguments.get("config")
@@ -250,7 +250,9 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 
 def _take_value(name: str, rest: list[str]) -> str:
-    """Remove the value that follows a flag from `rest` and return it. A flag without a value returns true."""
+    """Remove the value that follows a flag from the list `rest` and return it. A flag without a value has the
+    value true.
+    """
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (not values or name in SEVERAL):
         if _is_switch(name) and rest[0].lower() not in ("true", "false", "1", "0", "yes", "no"):
@@ -267,7 +269,7 @@ def _is_switch(name: str) -> bool:
 
 def _scalar(name: str, text: str) -> Any:
     """Convert the value of a command-line argument to a Python value."""
-    # Only variables without a plain value in the file are left.
+    # Only variables whose value is not in the file are left.
     if "$" in text:
         return Unknown(text)
     if name in SEVERAL and " " in text:
@@ -275,7 +277,7 @@ def _scalar(name: str, text: str) -> Any:
     if _is_switch(name):
         return text.lower() in ("true", "1", "yes")
     try:
-        # NaN and Infinity, which `json` accepts, stay text.
+        # NaN and Infinity, which `json` would accept, stay strings.
         return json.loads(text.lower() if text in ("True", "False") else text, parse_constant=str)
     except ValueError:
         return text
@@ -287,10 +289,12 @@ def _with_variables(word: str, variables: Mapping[str, str]) -> str:
 
 
 def _with_sums(line: str, variables: Mapping[str, str]) -> str:
-    """Return the line with the results of its arithmetic. Without a result, it is one word of the line."""
+    """Return the line of a shell file with the results of its arithmetic. Arithmetic that cannot be computed
+    stays one word of the line.
+    """
 
     def result(text: re.Match[str]) -> str:
-        # The shell takes variables there with or without the dollar sign.
+        # In shell arithmetic, variables have a dollar sign or none.
         written = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[0]), text[1])
         try:
             return str(_whole_number(ast.parse(written.strip(), mode="eval").body))

@@ -132,7 +132,8 @@ def check_export(command: str, flags: Mapping[str, Any], job: Job, gpus: int) ->
     """Raise `UsageError`, before long work begins, if the command's result cannot be exported.
 
     Causes are options that yield several recipes, an unsuitable target library, and a folder that cannot be
-    written. A folder with files of these names is refused too, unless they were exported for the same target.
+    written. A folder with files of the same names is also refused, unless they were exported for the same
+    target.
     """
     if not flags.get("export"):
         return
@@ -155,7 +156,7 @@ def _check_folder(job: Job, target: str, folder: Path) -> None:
     check_target(job, target)
     writable_folder(folder)
     existing = [folder / name for name in FILES[target] if (folder / name).exists()]
-    # The head of an exported file names its target.
+    # The first lines of an exported file name its target.
     head = existing[0].read_bytes()[:4000].decode(errors="replace") if existing else ""
     if existing and (existing[0].name != FILES[target][0] or f"(--export {target})" not in head):
         raise UsageError(
@@ -172,7 +173,7 @@ def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
     from snugfit.report.text.files import write_new
     from snugfit.techniques.recipe import Recipe as Parsed
 
-    # A plan has its best recipe, if any; a prediction has one recipe and its number of GPUs.
+    # A plan has a best recipe or none. A prediction has one recipe and its number of GPUs.
     chosen: Any = getattr(answer, "best", answer)
     if answer.fits is False:
         typer.echo("Nothing was exported, because nothing fits.", err=True)
@@ -181,7 +182,7 @@ def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
     exported = write(answer.job, Parsed.parse(str(chosen.recipe)), target, getattr(answer, "gpus", 1))
     # The folder may have changed since the check before the search.
     _check_folder(answer.job, target, folder)
-    # Existing files are of an earlier export for this target (`_check_folder`).
+    # Existing files come from an earlier export for this target (`_check_folder`).
     write_new({folder / name: text for name, text in exported.files.items()}, force=True)
     _print_written(exported, folder)
 
@@ -200,7 +201,7 @@ def check(file: File, *, as_json: given.AsJson = False) -> int:
     from snugfit.features.exchange.check import render_check
     from snugfit.report.text.terminal import show, show_json
 
-    # The classes of arguments import far more than a check needs.
+    # The argument classes import far more than a check needs.
     if OWN_PROCESS.get():
         defer_imports()
     checked = check_file(file)

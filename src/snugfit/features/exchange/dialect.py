@@ -17,7 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer", "loop")
-"""Names of the dialects in the order in which a file is compared with them: the more specific keys first."""
+"""Names of the dialects (libraries with their own keys) in the order in which a file is compared with them.
+Those with the most specific keys come first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,68 +27,74 @@ class Dialect:
     """The keys of one library's configuration files, and their meaning for snugfit."""
 
     title: str
-    """Name of such a file in messages."""
+    """Name of this kind of file in messages."""
 
     source: str
-    """Documentation or source code from which the table was written."""
+    """Documentation or source code that this table of keys was written from."""
 
     loop: str
-    """Name of the loop that runs such a file."""
+    """Name of the training loop that runs such a file."""
 
     known_by: list[str]
-    """Top-level keys that only such files have, or that all of them have."""
+    """Top-level keys that identify such a file: keys that only it has, or that every one has."""
 
     becomes: Mapping[str, Any]
-    """Key to key, or value by value to arguments; `*` is the key for any other value."""
+    """Meaning of each key: another key, or the resulting arguments by value. The value `*` matches any other
+    one.
+    """
 
     ignored: Mapping[str, list[str]]
-    """Ignored keys by reason."""
+    """Keys without effect on memory and time, by the reason."""
 
     refused: list[dict[str, Any]]
-    """Keys without a counterpart.
+    """Keys that snugfit refuses.
 
-    `keys` are patterns of `fnmatch`, `but` lists values that have no effect, and `why` is the reason. `job`
-    names the job or the method of such a file, if it is another one than those that are predicted. `instead`
-    is the flag that replaces a method.
+    `keys` are patterns of `fnmatch`, `but` lists values without effect, and `why` is the reason. `job` names
+    a training method that is not predicted. `instead` is the flag that replaces a method.
     """
 
     only_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keys without effect unless another has a certain value, or one of several; both may be patterns."""
+    """Keys without effect unless another key has a certain value. Each key, with the keys and values that it
+    needs; both may be patterns.
+    """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values in force without a key in the file, beyond `TrainingArguments`' own defaults."""
+    """Values that are used if a key is missing, in addition to the defaults of `TrainingArguments`."""
 
     export: str = ""
-    """Target of an export for users with such a file; empty for `hf`."""
+    """Value of `snugfit export --to` for users of such a file; empty for `hf`."""
 
     four_bits: Mapping[str, Any] = field(default_factory=dict)
-    """Parts of module names by `model_type` (`*` for any other one), where weights are in 4 bits. `recast`:
-    embeddings and heads that return to the dtype of the computation. `whole`: layers that stay unquantized.
+    """Parts of module names with special treatment if weights are in 4 bits, by `model_type` (`*` for any
+    other). `recast`: embeddings and heads that are cast back to the dtype of the computation. `whole`: layers
+    that stay unquantized.
     """
 
     together: list[dict[str, Any]] = field(default_factory=list)
-    """Meanings of several keys together: if all of `when` hold, `becomes` is added."""
+    """Meanings of several keys together. If all values of `when` are present, the arguments of `becomes` are
+    added.
+    """
 
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Defaults in force when any key of a group is present."""
+    """Defaults that are used if any key of a group is present, by group."""
 
     differs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Differences in the meaning for snugfit, by key and value."""
+    """Differences between the library's and snugfit's meaning, by key and value."""
 
     auto: str = ""
     """Meaning of the value `auto`; empty without a special meaning."""
 
     extends: str = ""
-    """Another dialect whose keys such files may have too; empty for none."""
+    """Another dialect whose keys may also appear in such files; empty for none."""
 
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the library uses for keys that a file does not have."""
+    """Values that the library uses for keys that are missing in the file."""
 
     unsure: list[str] = field(default_factory=list)
-    """Keys whose defaults depend on the script that reads such a file."""
+    """Keys whose defaults depend on the user's training script."""
 
     note: str = ""
-    """Difference to the library that applies to every such file; empty for none."""
+    """Difference between the library and snugfit that applies to every such file; empty for none."""
 
     @property
     def of_trainer(self) -> bool:
@@ -94,7 +102,9 @@ class Dialect:
         return self is dialect("trainer") or bool(self.extends)
 
     def translate(self, key: str, value: Any) -> dict[str, Any] | None:
-        """Return this configuration key and value as `TrainingArguments`; None if there is no translation."""
+        """Return this configuration key and value as `TrainingArguments`, by name; None if there is no
+        translation.
+        """
         meaning = self.becomes.get(key)
         if isinstance(meaning, str):
             return {meaning: value}
@@ -114,11 +124,11 @@ class Dialect:
         return notes.get(as_word(value)) or (notes.get("*") if value else None)
 
     def idle(self, key: str, document: Mapping[str, Any]) -> str | None:
-        """Return the other setting, as `key = value`, without which this key has no effect. Return None when
+        """Return the other setting, as `key = value`, without which this key has no effect. Return None if
         the key has an effect.
         """
         for pattern, needed in self.only_with.items():
-            # A key may match the pattern and be the condition; it does not depend on itself.
+            # A key may match the pattern and be the required key. It does not require itself.
             if fnmatchcase(key, pattern) and key not in needed:
                 for other, value in needed.items():
                     values = value if isinstance(value, list) else [value]
@@ -135,7 +145,7 @@ class Dialect:
         return next((one for one in self.refused if _matches(key, one["keys"])), None)
 
     def words(self) -> list[str]:
-        """Return every exact key of the table, from which a misspelt key is corrected. Patterns are left
+        """Return all exact keys of the table, with which a misspelt key is compared. Patterns are left
         out.
         """
         lists = [*self.ignored.values(), *(one["keys"] for one in self.refused), list(self.becomes)]
@@ -161,8 +171,8 @@ def dialect(name: str) -> Dialect:
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """Return the name of the library whose configuration files have these top-level keys; None if there is
-    none.
+    """Return the name of the library whose configuration files have these top-level keys; None if no library
+    has them.
     """
     return next((name for name in DIALECTS if set(dialect(name).known_by) & set(document)), None)
 
@@ -179,7 +189,7 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def every_key(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key, and every nested key with dots, with its value."""
+    """Yield all keys of a nested mapping, nested ones with dots, each with its value."""
     for key, value in document.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):

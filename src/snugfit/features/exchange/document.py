@@ -22,35 +22,35 @@ class Document:
     """The keys and values of a user's configuration file or script, with its library and path."""
 
     path: Path
-    """Path of the file."""
+    """Path of the user's file."""
 
     format: str
-    """`json`, `yaml`, `python` (notebooks too) or `shell`."""
+    """Format of the file: `json`, `yaml`, `python` (also notebooks) or `shell`."""
 
     dialect: str
-    """Name of the dialect of the file's keys."""
+    """Name of the dialect (library) that the file's keys belong to."""
 
     values: dict[str, Any]
     """Keys and values of the file."""
 
     unread: tuple[tuple[int, str], ...] = ()
-    """Line and text of a script's statements that may change the answer and were not read."""
+    """Line and text of a script's statements that may affect the prediction and were not read."""
 
     refused: tuple[tuple[int, str, str], ...] = ()
-    """Line, text and reason of a script's statements that snugfit cannot predict."""
+    """Line, text and reason of script statements that snugfit cannot predict."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of a script's own command-line options that were used."""
+    """Defaults of the script's own command-line options, if they were used."""
 
 
 LARGEST_NOTEBOOK = 64 * LARGEST_FILE
-"""Largest size of a notebook that is read, in bytes: its pictures are in it."""
+"""Largest size in bytes of a notebook that is read. Notebooks contain pictures."""
 
 LAUNCHERS = ("accelerate", "deepspeed")
-"""Dialects of files that start a run and do not describe it."""
+"""Dialects of files that configure a launcher, and not a training run."""
 
 NAMED_FILES = ("launcher.config_file", "launcher.deepspeed_config_file", "deepspeed", "fsdp_config")
-"""Keys whose value may be the path of a further file."""
+"""Keys whose value may be the path of another configuration file."""
 
 
 def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> list[Document]:
@@ -62,7 +62,7 @@ def open_documents(paths: Sequence[Path], *, bfloat16: bool | None = None) -> li
     opened = [open_document(path, bfloat16=bfloat16) for path in paths]
     beside = [other for document in opened for other in _named_files(document)]
     documents = [*opened, *beside]
-    # A script with an `Accelerator` has a launcher's dialect, but describes a run.
+    # A script with an `Accelerator` has the dialect of a launcher, but describes a training run.
     runs = [one for one in documents if one.dialect not in LAUNCHERS or one.format == "python"]
     if len(runs) > 1:
         names = " and ".join(str(one.path) for one in runs[:2])
@@ -109,10 +109,10 @@ def _mapping(path: Path, text: str) -> dict[str, Any]:
 
 def _beside(document: Document, name: str) -> Path | None:
     """Return the path of the file `name` in the folder of a user's configuration file, or in a parent folder.
-    Return None without one.
+    Return None if there is no such file.
     """
     folders = document.path.absolute().parents
-    # A path of another machine is searched by its last part too.
+    # A path of another machine is also searched by its file name.
     places = (*(folder / name for folder in folders), Path(name), folders[0] / Path(name).name)
     return next((one for one in places if one.is_file()), None)
 

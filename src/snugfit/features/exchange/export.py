@@ -46,7 +46,7 @@ FILES = {
     "axolotl": ("axolotl.yaml",),
     "llamafactory": ("llamafactory.yaml",),
 }
-"""Names of the files of each target; the head of the first file names its writer and its target."""
+"""Names of the exported files, by target. The first lines of the first file name snugfit and the target."""
 
 TARGETS = tuple(FILES)
 
@@ -60,13 +60,13 @@ class Export(JsonDocument):
     what: ClassVar = "export"
 
     to: str
-    """The target, one of `TARGETS`."""
+    """The library that the files are for, one of `TARGETS`."""
 
     files: Mapping[str, str]
-    """Text by file name."""
+    """Text of each exported file, by file name."""
 
     note: str = ""
-    """Difference to the prediction when the target runs it; empty for none."""
+    """Difference between the prediction and a run by this library; empty for none."""
 
 
 def check_target(job: Job, to: str) -> None:
@@ -96,7 +96,7 @@ def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:
     GPUs that does not match the recipe or the batch.
     """
     check_target(job, to)
-    # Called for its check of the batch.
+    # This call checks that the batch can be divided.
     samples_at_once(job, recipe, gpus)
     # The files may run on another machine, where the packages are installed.
     recipe.check(job, installed=False)
@@ -133,8 +133,8 @@ def _for_the_trainer(job: Job, recipe: Recipe, gpus: int) -> Export:
 
 
 def launch_config(script: Mapping[str, Any]) -> str:
-    """Return the text of accelerate's YAML configuration for an exported script with these values
-    (`script_values`).
+    """Return the text of accelerate's YAML configuration for an exported script. `script` has the values of
+    `script_values`.
     """
     import yaml
 

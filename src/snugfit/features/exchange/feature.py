@@ -61,7 +61,7 @@ class Exchange(Feature):
         return [word for pair in foreign for word in (TRAINER_ARGUMENT, pair)] + words
 
     def further_options(self, declared: Collection[str]) -> Collection[str]:
-        """Return the flags of transformers that a command accepts."""
+        """Return the flags of transformers that a command accepts, in addition to its own."""
         from snugfit.features.exchange.command_line import argument_names
         from snugfit.features.exchange.commands import TRAINER_ARGUMENT
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 ALPHA = 8
-"""`lora_alpha` for exported files: peft's default, with which `lora` trains; LLaMA-Factory's own is twice the
-rank."""
+"""LoRA's `lora_alpha` in exported files. It is peft's default, with which `lora` trains; LLaMA-Factory's own
+default is twice the rank.
+"""
 
 _DATASET = "DATASET"
 """Placeholder for the user's own dataset."""
@@ -47,17 +48,18 @@ NOTES = {
     "llamafactory": "Predicted with sequences that fill cutoff_len; a batch of shorter ones takes less. "
     f"{_HYPERPARAMETERS}",
 }
-"""Differences to the prediction and settings outside a recipe, by target. The file contains this note, and
-the command prints it."""
+"""Differences to the prediction, and settings that recipes do not contain, by target. The exported file
+contains this note, and the command prints it.
+"""
 
 _VARIANTS = ("use_dora", "use_rslora")
-"""peft's switches that change the computation of an adapter; the tools use the same names."""
+"""peft's switches for variants of LoRA that change an adapter's computation. The tools use the same names."""
 
 _NOT_COMPARED = (
     "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters", "lora.layers_to_transform",
     "lora.rank_pattern", "model.quantization_config.load_in_8bit",
 )  # fmt: skip
-"""Arguments of adapters that no file of these tools was compared with, and that are refused."""
+"""Adapter arguments that are refused, because files of these tools with them were not compared."""
 
 _LLAMAFACTORY_ATTENTION = {"sdpa": "sdpa", "eager": "disabled", "flash_attention_2": "fa2"}
 
@@ -121,7 +123,7 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
             "adapter": "qlora" if four_bits else "lora", "lora_r": lora["r"], "lora_alpha": ALPHA,
             "lora_dropout": lora["lora_dropout"],
             **chosen, **{f"peft_{name}": True for name in _VARIANTS if lora.get(name)},
-            # axolotl's own kernels for adapters were not predicted, so they are off.
+            # axolotl's own kernels for adapters are not predicted, so they are off.
             "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
         }  # fmt: skip
     checkpointing = arguments.pop("gradient_checkpointing_kwargs", None)
@@ -258,7 +260,7 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
         "model": {
             "model_name_or_path": folder_or_id(job), **bits,
             "flash_attn": _llamafactory_attention(recipe),
-            # LLaMA-Factory's default is reentrant, and every checkpoint here is non-reentrant.
+            # LLaMA-Factory's default is reentrant checkpointing, while snugfit's is non-reentrant.
             "disable_gradient_checkpointing": keeps_all, "use_reentrant_gc": False, "upcast_layernorm": False,
         },
         "method": {"stage": "sft", "do_train": True, **method, "pure_bf16": pure},
@@ -277,7 +279,7 @@ TOOLS: dict[str, Callable[[Job, Recipe], str]] = {
     "axolotl": axolotl_config,
     "llamafactory": llamafactory_config,
 }
-"""Function that writes the one file of each target."""
+"""Functions that write the single file of each target."""
 
 
 def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
@@ -288,7 +290,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
     new, old = NAMES
     arguments = training_arguments(job, recipe, to)
     if to != "trl":
-        # axolotl has a plugin for these kernels, LLaMA-Factory another name.
+        # axolotl has a plugin for Liger's kernels, and LLaMA-Factory has another option name.
         arguments.pop("use_liger_kernel")
     if not recipe[Slot.KERNELS].plain:
         why = f"how {to} runs these kernels and which loss it takes with them was not compared"

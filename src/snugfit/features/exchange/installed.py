@@ -47,7 +47,7 @@ def version() -> str:
 
 def checkpointing_name() -> str:
     """Return the argument that turns on activation checkpointing in the installed transformers."""
-    # An import of the class takes seconds.
+    # Importing the class takes seconds, so its source is parsed.
     fields = source("training_args.py")
     return CHECKPOINTING if f"\n    {CHECKPOINTING}: " in fields else OLD_CHECKPOINTING
 

@@ -18,7 +18,7 @@ NAMES = (
     "lora.target_modules", "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters",
     "frozen.parts", "frozen.only",
 )  # fmt: skip
-"""Arguments with names of modules or parameters."""
+"""Arguments whose values are names of modules or parameters."""
 
 LAYERS, RANKS, OPTIMIZED = "lora.layers_to_transform", "lora.rank_pattern", "optim_target_modules"
 TRAINED = "frozen.patterns_of_axolotl"
@@ -49,7 +49,7 @@ def read_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(value: Any) -> Any:
     if isinstance(value, str) and _SPECIAL.search(value):
-        # The group distinguishes a pattern from a name.
+        # The regex group distinguishes a pattern from a name.
         return (f"(?:{value})" if is_word(value) else value,)
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -57,8 +57,8 @@ def _names(value: Any) -> Any:
 
 
 def _optimizer_targets(value: Any) -> Any:
-    """Convert the module names to which an optimizer applies (such as GaLore's) to snugfit's settings. A text
-    is a pattern, except for the word for all linear layers.
+    """Convert the names of the modules to which an optimizer applies (such as GaLore's) to snugfit's
+    settings. A text is a pattern, except for the word for all linear layers.
     """
     if isinstance(value, str):
         word = value.replace("_", "-")

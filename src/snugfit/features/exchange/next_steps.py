@@ -22,20 +22,19 @@ _TITLES = {"trl": "For TRL", "axolotl": "For axolotl", "llamafactory": "For LLaM
 
 
 def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
-    """Return lines for a plan's report, by title: Trainer arguments and export commands that can express the
-    recipe.
+    """Return lines for a plan's report, by title: the recipe as Trainer arguments, and as an export command.
 
     The export command is for the library `target` of the user's own file, else for the Trainer or torch.
     """
     steps: dict[str, str] = {}
-    with suppress(SnugfitError):  # the Trainer has nothing that means it
+    with suppress(SnugfitError):  # the Trainer may have no equivalent
         arguments = ", ".join(f"{k}={v!r}" for k, v in _changed_arguments(job, recipe).items())
         steps["In a Trainer"] = f"TrainingArguments({arguments})"
     for to in filter(None, (target, "hf", "torch")):
-        with suppress(SnugfitError):  # this target cannot express it
+        with suppress(SnugfitError):  # this target may not support the recipe
             if to == "torch":
                 refuse_unsupported("script", recipe.setup())
-            if to != "hf":  # hf's would import transformers for seconds, only to discard the file
+            if to != "hf":  # hf's would import transformers, and is not needed
                 export(job, recipe, to)
             elif not steps:
                 continue
@@ -47,7 +46,8 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
 
 
 def _changed_arguments(job: Job, recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's Trainer arguments that differ from those without any technique, and the batch size.
+    """Return the Trainer arguments of a recipe that differ from those without any technique, and the batch
+    size.
 
     Raises `RecipeError` if arguments alone cannot express the recipe.
     """

@@ -1,9 +1,9 @@
 """The number of training processes and their parallelism (such as FSDP), from a user's configuration.
 
-No single key contains both. A launcher's flag or file sets the number of processes. FSDP has a switch of its
-own, replicas of the weights a mesh, and DDP is the default. The tables of libraries translate these keys to
-raw values (`parallel.by`, `parallel.replicate`, ...). This module converts them to the arguments of
-techniques.
+No single key contains both. A launcher's flag or file sets the number of processes. A separate switch turns
+on FSDP, a device mesh sets replicas of the weights, and DDP is the default. The tables of libraries translate
+these keys to raw values (`parallel.by`, `parallel.replicate`, ...). This module converts them to the
+arguments of techniques.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PER_HOST, HOSTS, COPIES, SHARDS = (
 )
 ZERO, ELSEWHERE, OVERLAP = "parallel.zero", "parallel.elsewhere", "parallel.overlap"
 RAW = (GPUS, BY, PER_HOST, HOSTS, COPIES, SHARDS, ZERO, ELSEWHERE, OVERLAP)
-"""Intermediate keys that describe the processes of a run, such as the number of hosts. Only this module reads
-them.
+"""Intermediate arguments that describe the processes of a run, such as the number of hosts. Only this module
+reads them.
 """
 
 BATCH, MICRO, PIECES = "job.batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -33,7 +33,7 @@ COMPUTED = "its value is computed when the processes start. Add --gpus N"
 ONE_ASSUMED = "the launcher decides the number of processes, and one is assumed. Add --gpus N"
 ONE_PROCESS = "it needs several processes. Leave it out, or add --gpus N"
 OF_THEIR_NUMBER = (NOT_SAID, COMPUTED, ONE_PROCESS)
-"""Refusals that no longer apply when the user gives the number of processes."""
+"""Reasons for a refusal that no longer apply when the user gives the number of processes."""
 
 NO_MESH = "without FSDP (version 2) a mesh of processes shards nothing"
 IN_THE_CONFIG = "the file of accelerate launch decides the sharding. Give that file instead"
@@ -57,19 +57,19 @@ class Processes:
     """Number of processes, one for each GPU."""
 
     words: dict[str, Any] = field(default_factory=dict)
-    """Arguments that determine the parallel techniques."""
+    """Arguments from which the parallel technique and its settings follow."""
 
     asked_by: str = ""
-    """Raw word that determined them; empty if it is the number of processes."""
+    """Intermediate argument that decided the parallelism; empty if the number of processes did."""
 
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """Raw words that have no counterpart, each with the reason."""
+    """Arguments of the file that have no counterpart in snugfit, each with the reason."""
 
     differs: list[tuple[str, str]] = field(default_factory=list)
-    """Raw words with a difference here, each with that difference."""
+    """Arguments of the file that snugfit runs with a difference, each with that difference."""
 
     unread: list[tuple[str, str]] = field(default_factory=list)
-    """Words whose effect depends on the number of processes, which is assumed."""
+    """Arguments of the file whose effect depends on the number of processes, which is assumed."""
 
 
 def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named: int | None) -> Processes:
@@ -110,7 +110,7 @@ def read_processes(arguments: Mapping[str, Any], said: Mapping[str, Any], named:
     elif by == "ddp" and gpus is None:
         processes.refused.append((BY, NOT_SAID))
     elif processes.gpus > 1 and STAGE not in arguments:
-        # As DDP's default, gradients are no views of the buckets.
+        # DDP's default for gradients is no views of the buckets.
         processes.words, processes.asked_by = {BY: "ddp", "parallel.bucket_views": False}, BY if by else ""
     return processes
 
@@ -123,7 +123,7 @@ def _count(numbers: Mapping[str, int], arguments: Mapping[str, Any], said: Mappi
         return numbers.get(PER_HOST, 1) * numbers.get(HOSTS, 1)
     if COPIES in numbers or SHARDS in numbers:
         return numbers.get(COPIES, 1) * numbers.get(SHARDS, 1)
-    # Defaults do not count: the file must have all three.
+    # Defaults are ignored: all three keys must be in the file.
     values = (arguments.get(key) for key in (BATCH, MICRO, PIECES) if key in said)
     parts = [value for value in values if isinstance(value, int) and value > 0]
     if len(parts) < 3:
@@ -145,7 +145,7 @@ def _read_fsdp(processes: Processes, gpus: int | None, numbers: Mapping[str, int
 
 
 def _read_zero(processes: Processes, stage: int) -> None:
-    """Set in `processes` the parallelism of DeepSpeed's ZeRO stage 1 or 2 without offloading."""
+    """Set in `processes` the parallelism of DeepSpeed's ZeRO stage 1, or of stage 2 without offloading."""
     if processes.gpus == 1:
         processes.differs.append((ZERO, ALONE))
     elif stage == 1:

@@ -50,11 +50,13 @@ from snugfit.techniques.technique import Technique
 from snugfit.techniques.translate import SlotReading, read_slots
 
 MISSPELT = 0.9
-"""Least similarity to a known key at which an unknown one is a mistake, and none of the user's own."""
+"""Least similarity to a known key (0 to 1) at which an unknown key counts as misspelt. Below it, the key
+counts as the user's own.
+"""
 
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
-"""Argument with the samples of a step on one GPU, from which the accumulation follows."""
+"""Argument with the samples per step on one GPU. The number of accumulation steps follows from it."""
 _JOB = "job."
 
 
@@ -91,7 +93,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
     from snugfit.cli.jobfile import settings_from, training_keys
 
     given = parse_pairs(flags.get("trainer_arguments") or ())
-    options = training_keys() if "dataset" in flags else {}  # which only a command has that trains
+    options = training_keys() if "dataset" in flags else {}  # only commands that train have this option
     settings |= settings_from({key: given.pop(key) for key in [*given] if key in options}, "command line")
     if not given and not flags.get("arguments_file"):
         return None
@@ -105,7 +107,7 @@ def read_request(flags: Mapping[str, Any], settings: dict[str, Any]) -> Reading 
     )
     reading.refuse(settings)
     reading = replace(reading, unread=(*reading.unread, *_assumptions(reading, {**settings, **flags})))
-    # The result is not needed: this call only checks the values.
+    # This call only checks the values. Its result is not needed.
     settings_from({key: reading.settings[key] for key in options if key in reading.settings}, reading.path)
     for key, name in reading.by_flags.items():
         said_twice = flags.get(key) is not None or key == "recipe"
@@ -123,7 +125,7 @@ class _Reader:
     """Builds the settings and the list of keys (`Reading`) from the configuration files of one run."""
 
     documents: Sequence[Document]
-    """The launcher's files first; the last one is the run's own."""
+    """The user's configuration files. Those of the launcher come first, that of the training run last."""
     flags: Mapping[str, Any]
     options: Collection[str]
     named_gpus: int | None
@@ -131,7 +133,7 @@ class _Reader:
     arguments: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, tuple[str, Any]] = field(default_factory=dict)
     tables: dict[str, Dialect] = field(default_factory=dict)
-    """Dialect by argument, the one in which its key was read."""
+    """The dialect in which each argument's key was read, by argument."""
     settings: dict[str, Any] = field(default_factory=dict)
     said_by: dict[str, str] = field(default_factory=dict)
     took: list[Line] = field(default_factory=list)
@@ -156,7 +158,7 @@ class _Reader:
         self._unquantized_model()
         self._accumulation()
         self._fill_defaults(table)
-        # Before the recipe: some techniques follow from the processes.
+        # Before the recipe, because some techniques follow from the number of processes.
         self._processes()
         decided = self._recipe()
         self._job()
@@ -183,11 +185,11 @@ class _Reader:
         table = dialect(document.dialect)
         written = dict(flatten(_with_parts(document.values)))
         of_commands = dialect("script").unsaid if document.format == "shell" else {}
-        # Only a shell command has a launcher, whose defaults then count.
+        # Only a shell command has a launcher, whose defaults then apply.
         unsaid = {key: value for key, value in of_commands.items() if key.startswith("launcher.")}
         given = {**unsaid, **table.unsaid, **written}
         of_script = document.format == "python"
-        # Elements of lists come first, so that a key of its own overrides them.
+        # List elements come first, so that a separate key overrides them.
         for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):
             of_key = dialect("script") if key.startswith("launcher.") else table
             if key in written or not of_key.idle(key, given):
@@ -279,7 +281,7 @@ class _Reader:
         if meaning is None and (of_script or self._is_an_argument(key, table)):
             meaning = dialect("trainer").translate(key, value)
         if meaning is not None:
-            # If a file has both the old and the new name, the new one counts.
+            # If a file has both the old and the new name of a key, the new one is used.
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
             for name, one in meaning.items():
                 if name not in newer:
@@ -291,7 +293,7 @@ class _Reader:
         if note := table.difference(key, value):
             self._line(self.differs, key, value, note)
         elif table.of_trainer or of_script or self._is_an_argument(key, table):
-            # None does not override the value of another key.
+            # None does not override a value from another key.
             if value is not None or key not in self.arguments:
                 self.arguments[key], self.origins[key] = value, (key, value)
                 self.tables[key] = table
@@ -313,7 +315,7 @@ class _Reader:
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
         self.arguments = read_names(whole)
         for raw, key in ((TRAINED, "frozen.only"), (f"{RANKS}.", RANKS)):
-            # `read_names` has merged these keys into one, so their origin moves there too.
+            # `read_names` has merged these keys into one, so the origin of their value moves there too.
             for name in [name for name in self.origins if name.startswith(raw)]:
                 origin, table = self.origins.pop(name), self.tables.pop(name)
                 self.origins.setdefault(key, origin)
@@ -360,13 +362,13 @@ class _Reader:
                 self.arguments.pop(key)
                 if key in self.origins:
                     self._line(self.ignored, *self.origins.pop(key), "nothing is shared with other processes")
-        # JSON files write a number of elements as 5e8.
+        # JSON files may write a number of elements as 5e8.
         if isinstance(bucket := _number(self.arguments.get(BUCKET)), float) and bucket.is_integer():
             self.arguments[BUCKET] = int(bucket)
 
     def _recipe(self) -> set[str]:
         """Set the recipe (the technique of each slot) that the arguments describe. Return the names of the
-        arguments used.
+        arguments that it covers.
         """
         techniques: list[Technique] = []
         decided: set[str] = set()
@@ -386,7 +388,7 @@ class _Reader:
         return decided
 
     def _add_taken(self, slot: SlotReading, technique: Technique, own: list[str]) -> None:
-        # A default has no line of its own, unless it decides a technique that is not plain.
+        # A default is not listed, unless it decides a technique other than the plain one.
         asked = [key for key in own if not self._is_default(key)] or ([] if technique.plain else own)
         for key in asked:
             self._line(self.took, *self.origins[key], str(technique))
@@ -399,7 +401,9 @@ class _Reader:
                                   says=str(technique)))  # fmt: skip
 
     def _unmet(self, slot: SlotReading) -> Iterator[Line]:
-        """Yield the arguments of a slot (such as precision) that match none of its techniques."""
+        """Yield the arguments of a slot (choice of a recipe, such as precision) that match none of its
+        techniques.
+        """
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
         for key in unsure or blamed or slot.keys[:1]:
@@ -450,7 +454,7 @@ class _Reader:
             says = _COMPUTED if unknown else "a batch must be a whole number of samples"
             self._line(self.refused, name, given, says, instead="batch_size")
             return
-        # A global batch in the file precedes the product; a contradiction is refused below.
+        # A global batch size in the file comes before this product. A contradiction is refused below.
         whole = self.settings.setdefault("batch_size", micro * pieces * self.gpus)
         gpus = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         if whole != micro * pieces * self.gpus:
@@ -464,8 +468,8 @@ class _Reader:
             self._line(self.took, name, f"{as_word(given)}{default}", f"batch_size {whole} on {gpus}")
 
     def _account(self, key: str, value: Any) -> None:
-        """Record that an argument had no effect on the job or recipe: it is a default, is ignored, or is not
-        supported.
+        """Record the use of an argument without effect on the job or recipe: it is a default, is ignored, or
+        is not supported.
         """
         name, given = self.origins[key]
         if key in (MICRO_BATCH, ACCUMULATION) or key.startswith(_JOB) or self._is_default(key):
@@ -478,7 +482,7 @@ class _Reader:
     ) -> None:
         name, given = (name, given) if name else (key, value)
         refusal = table.refusal(key)
-        # Python has True == 1, so the types are compared too.
+        # In Python, True == 1, so types are compared too.
         if refusal and not any(value == one and type(value) is type(one) for one in refusal["but"]):
             unsure = ". Its value is computed while the script runs"
             says = refusal["why"] + (unsure if isinstance(value, Unknown) else "")
@@ -497,7 +501,7 @@ class _Reader:
         guess = did_you_mean(key, near or known) if key not in known else ""
         says = f"snugfit does not know this key.{guess}"
         if near and table.of_trainer and self.document.dialect in ("trainer", "sft"):
-            # `TrainingArguments` refuses such a key too.
+            # `TrainingArguments` would refuse this key too.
             self._line(self.refused, name, given, says, instead="")
         elif given in (None, False, "", "None", "null") or given in ([], {}):
             self._line(self.ignored, name, given, "it is empty or off, and sets nothing")
@@ -545,7 +549,7 @@ def _has_bfloat16(gpu: Any) -> bool | None:
     from snugfit.job.gpu import find_gpu
 
     capability = find_gpu(gpu).compute_capability
-    # Ampere (8.0) has the first units for bfloat16.
+    # Ampere (compute capability 8.0) is the first generation with bfloat16 units.
     return None if capability is None else capability >= (8, 0)
 
 
@@ -562,7 +566,7 @@ _OF_MEMORY = re.compile(
     r"4bit|8bit|16bit|quant|lora|peft|flash|attn|attention|liger|offload|checkpoint|fsdp|deepspeed|tokens|resize|pack|"
     r"freeze|frozen|bf16|fp16|fp8|zero|parallel|expert|compile"
 )
-"""Words in the names of keys that concern memory, so that an unknown one is refused."""
+"""Words in the names of keys that concern memory. An unknown key with one of them is refused."""
 
 _COMPUTED = "it is computed while the script runs. Set it with a flag, or write the value"
 
@@ -595,7 +599,7 @@ def _number(value: Any) -> Any:
 
 
 def _unset(key: str, value: Any, known: Mapping[str, Any]) -> bool:
-    """Return True if the value is None and the default is not, as in a file of `to_json_string`. Such a key
-    counts as unset.
+    """Return True if a key's value is None and its default is not, as in a file of `to_json_string`. Such a
+    key counts as unset.
     """
     return value is None and known.get(key) is not None

@@ -52,7 +52,7 @@ def script_values(
     )
     wishes = script_fields(context)
     wishes.setdefault("parallel", None)
-    arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # dtype comes first
+    arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # the dtype comes first
     return {
         "recipe": str(recipe),
         "task": job.task.value,
@@ -60,7 +60,7 @@ def script_values(
         "model": folder_or_id(job),
         "auto": heads()[job.task][0],
         "environment": {k.partition(".")[2]: v for k, v in dotted.items() if k.startswith("environment.")},
-        "shifted": job.task == "causal-lm",  # the first token of a sequence is not predicted
+        "shifted": job.task == "causal-lm",  # the first token of a sequence has no prediction
         "batch_size": job.batch_size,
         "gpus": gpus,
         "joins": to == "deepspeed" or (to == "torch" and wishes["parallel"] is not None),
@@ -120,7 +120,7 @@ def writer(to: str) -> str:
 
 
 def folder_or_id(job: Job) -> str:
-    """Return the folder of a local config file; another path or a hub id unchanged."""
+    """Return the folder of a local config file; for any other path or a hub id, the text itself."""
     name = job.model.name
     if job.model.origin == "path" and name.endswith(".json"):
         return os.path.dirname(name) or "."

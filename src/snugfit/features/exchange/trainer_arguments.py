@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
-"""Prefixes of dotted arguments that are not fields of `TrainingArguments`."""
+"""Prefixes of dotted arguments that become no fields of `TrainingArguments`."""
 
 
 ONE_LABEL = ("sequence-classification", "image-classification")
-"""Tasks whose samples have one label each, so that all GPUs have the same number of labels."""
+"""Tasks with one label per sample, so that all GPUs have equally many labels."""
 
 MESH = "parallelism_config"
-"""Name of the argument for a device mesh: an object of accelerate's, which no JSON file can contain."""
+"""Argument for a device mesh. It is an object of accelerate, which a JSON file cannot contain."""
 
 
 def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def training_arguments(job: Job, recipe: Recipe, to: str = "hf", gpus: int = 1) 
         if head in _ELSEWHERE:
             continue
         if part and value is None:
-            continue  # the library's own default
+            continue  # equal to the library's default
         if part:
             arguments.setdefault(head, {})[part] = value
         else:
@@ -78,8 +78,9 @@ EACH_MEAN_ALIKE = (
     "count it once for each GPU, except with average_tokens_across_devices=False. The means of the GPUs "
     "then count alike, however many labels each has"
 )
-"""Reason for an argument: `Trainer.compute_loss` multiplies by the number of processes under
-`average_tokens_across_devices`."""
+"""Comment about `average_tokens_across_devices=False`: `Trainer.compute_loss` multiplies the loss by the
+number of processes unless it is False.
+"""
 
 
 def divides_by_labels(job: Job) -> bool:
@@ -87,30 +88,30 @@ def divides_by_labels(job: Job) -> bool:
     function.
     """
     model = class_of(job.task, job.transformers_config())
-    # transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
+    # A model with transformers' `loss_function` takes `num_items_in_batch`, which the Trainer counts.
     return "loss_function(" in inspect.getsource(model.forward)
 
 
 def _on_several(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Trainer arguments to add or replace when several processes train."""
+    """Return the Trainer arguments to add or replace if several processes train."""
     more: dict[str, Any] = {}
-    if "deepspeed" in arguments:  # one process has nothing to overlap
+    if "deepspeed" in arguments:  # one process has no communication to overlap
         section = arguments["deepspeed"]["zero_optimization"] | {"overlap_comm": True}
         more["deepspeed"] = arguments["deepspeed"] | {"zero_optimization": section}
     if job.task in ONE_LABEL or not divides_by_labels(job):
         more["average_tokens_across_devices"] = False
-    if "fsdp_config" in arguments:  # accelerate's default is `_no_split_modules`, with BERT's embeddings too
+    if "fsdp_config" in arguments:  # accelerate's default, `_no_split_modules`, includes BERT's embeddings
         more["fsdp_config"] = arguments["fsdp_config"] | {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [*layer_names(job)],
         }
-        if arguments["fsdp_config"]["cpu_offload"]:  # the norm of gradients is summed on the host too
+        if arguments["fsdp_config"]["cpu_offload"]:  # gradients are on the host, and so is their norm
             more["ddp_backend"] = "cpu:gloo,cuda:nccl"
     return more
 
 
 def _why_unsaid(technique: Technique) -> str:
-    """Return the reason why no `TrainingArguments` express this technique: none exist, or their meaning
+    """Return the reason why no `TrainingArguments` express this technique: there are none, or their meaning
     differs.
     """
     notes = [counterpart.note for counterpart in technique.counterparts]

@@ -24,7 +24,7 @@ _LEAST = {
     "gradient_accumulation_steps": 1,
     "dataloader_num_workers": 0,
 }
-"""Smallest values with which a run can start, by argument."""
+"""Smallest valid value of an argument, by argument."""
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -42,7 +42,7 @@ def _wrong(key: str, value: str | float) -> str:
     if kind is None:
         return ""
     takes = {int: int, float: int | float, bool: int | float}[kind]
-    # A bool is an int in Python, but no number in a configuration.
+    # In Python, a bool is an int, but it is not accepted as a number.
     if not isinstance(value, takes) or (kind is not bool and isinstance(value, bool)):
         return f"{value!r} is not {_PLAIN[kind]}"
     least = _LEAST.get(key)
@@ -70,6 +70,8 @@ def _words() -> dict[str, frozenset[str]]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union type such as `int | None`; for any other type, the type itself."""
+    """Return the members of a union type such as `int | None` in a list; for any other type, the type
+    itself.
+    """
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

@@ -14,7 +14,9 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def show_samples_range(speed: StepSpeed | None) -> str:
-    """Return the range of predicted samples per second as text, `4.7 to 5.3`; empty without one."""
+    """Return the range of predicted samples per second as text, such as `4.7 to 5.3`; empty without a
+    range.
+    """
     known = speed.samples_range if speed else None
     return f"{known[0]:,.1f} to {known[1]:,.1f}" if known else ""
 
@@ -37,7 +39,7 @@ def inert(cell: object) -> str:
     if cell is None:
         return ""
     text = str(cell)
-    # A negative number begins like a formula, but is none.
+    # A negative number begins like a spreadsheet formula, but is not one.
     if isinstance(cell, int | float) or not text.startswith(_FORMULA):
         return text
     return f"'{text}"

@@ -77,7 +77,7 @@ def guide(
     from snugfit.user_files import writable_folder
 
     form = "json" if as_json else form
-    # A measurement is for this machine's GPU, also if another one is named.
+    # A measurement is for this machine's GPU, even if another one is named.
     name = None if gpu and not measure else gpu_here()
     if measure and name is None:
         raise GpuError(
@@ -146,7 +146,7 @@ def _write(
 
 
 def _plot_of(paths: Sequence[Path]) -> str:
-    """Return the name of the picture among these files; empty without one."""
+    """Return the file name of the picture among these paths; empty without one."""
     return next((path.name for path in paths if path.suffix == ".png"), "")
 
 

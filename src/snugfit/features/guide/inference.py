@@ -41,7 +41,7 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
     "temporary buffers": (Kind.TEMPORARIES, Kind.CACHES, Kind.WORKSPACES, Kind.INPUTS, Kind.COMMUNICATION),
     "functionality-specific memory": (Kind.KEY_VALUES, Kind.LOGITS),
 }
-"""The guide's six kinds of memory, each with the kinds of a prediction."""
+"""The guide's six kinds of memory, with the kinds of a predicted footprint that each one comprises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +51,23 @@ class BackendRow:
     """
 
     name: str
-    """Name of the backend in the guide."""
+    """Name of the inference backend in Hugging Face's guide."""
     guide: str
-    """The guide's claim; empty for a backend that it does not name."""
+    """The guide's claim about the backend; empty if the guide does not name it."""
     state: str
-    """State in the installed torch: `registered`, `gone`, or `needs` a package."""
+    """Availability in the installed torch: `registered`, `gone`, or `needs` with a package."""
     today: str
-    """Its replacement, or a remark."""
+    """The backend's present replacement, or a remark."""
     recipe: str = ""
-    """The recipe with the same effect; empty without one."""
+    """The recipe that runs this backend; empty without one."""
     needed_bytes: int | None = None
-    """Predicted bytes of an evaluation on the GPU."""
+    """Predicted GPU memory of an evaluation, in bytes; None without a prediction."""
     speed: StepSpeed | None = None
-    """Predicted speed of the evaluation."""
+    """Predicted speed of an evaluation; None without a prediction."""
     refused: str = ""
-    """Reason for a missing prediction."""
+    """Reason for a missing prediction; empty for none."""
     measured_engine: str = ""
-    """Engine of `MeasuredEngines` with the same effect; empty for a backend that was not measured."""
+    """Name of the same engine in `MeasuredEngines`; empty if the backend was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class EngineRatio:
     """One engine on one job, compared with eager torch."""
 
     job: str
-    """Model, phase and sizes."""
+    """Model, phase and batch of the measurement, in words."""
     engine: str
     """Recipe of the engine, or torch's own `eager` and `fastpath`."""
     times_faster_cpu: float
@@ -83,28 +83,28 @@ class EngineRatio:
     times_faster_wall: float
     """Median wall seconds of eager torch divided by those of the engine."""
     largest_error: float | None = None
-    """Largest difference to eager outputs in fp32; None for eager torch itself."""
+    """Largest absolute difference to eager torch's outputs in fp32; None for eager torch itself."""
     ids_equal: bool | None = None
-    """True if the engine chose the same tokens or classes; None where not compared."""
+    """True if the engine chose the same tokens or classes as eager torch; None if they were not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredEngines:
-    """Engines that took turns on one machine."""
+    """Measured speeds of inference engines, which ran in turns on one machine."""
 
     source: str
-    """File of the repository with all figures."""
+    """File of snugfit's repository with all measured figures."""
     machine: str
-    """Processor, number of its cores, and threads in use."""
+    """Processor, its number of cores, and the number of threads in use."""
     date: str
     """Day of the measurement, as in 2026-11-30."""
     versions: Mapping[str, str]
-    """Versions of the engines' packages."""
+    """Versions of the measured engines' packages, by package name."""
     rows: tuple[EngineRatio, ...]
-    """Each engine on each of its jobs, with eager torch."""
+    """Ratios of each engine on each of its jobs, with eager torch as 1."""
 
     def of(self, engine: str) -> Sequence[EngineRatio]:
-        """Return the rows of one engine, one for each of its jobs."""
+        """Return the measured rows of one engine, one for each of its jobs."""
         return [row for row in self.rows if row.engine == engine]
 
 
@@ -113,13 +113,13 @@ class MemoryOfJob:
     """Predicted bytes at the peak of one job, by the guide's categories of memory."""
 
     name: str
-    """Short name of the job."""
+    """Short name of the job in the table."""
     job: str
     """The job in words."""
     kinds: Mapping[str, int]
-    """Bytes by the guide's name of the kind; empty without a prediction."""
+    """Predicted bytes by the guide's kind of memory; empty without a prediction."""
     refused: str = ""
-    """Reason for a missing prediction."""
+    """Reason for a missing prediction; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,23 +129,23 @@ class InferenceGuide(JsonDocument):
     what: ClassVar = "guide --inference"
 
     gpu: str
-    """GPU of the predictions."""
+    """Name of the GPU that the predictions are for."""
     job: str
-    """The evaluation of the backends, in words."""
+    """The evaluation that the backends run, in words."""
     backends: tuple[BackendRow, ...]
-    """The backends in the guide's order, then further ones."""
+    """Rows of the inference backends: those of the guide in its order, then further ones."""
     memory: tuple[MemoryOfJob, ...]
-    """A training step, and generations with few and many beams."""
+    """Predicted memory by kind of a training step, and of generations with few and many beams."""
     measured: MeasuredEngines
-    """Ratios of engines to eager torch on a CPU."""
+    """Measured ratios of engines to eager torch on a CPU."""
     versions: Mapping[str, str]
-    """Versions of the packages that predicted."""
+    """Versions of the packages that predicted, by package name."""
     doubts: tuple[str, ...] = ()
-    """Uncertainties of the predictions, as sentences."""
+    """Warnings about uncertain parts of the predictions."""
 
 
 def measured_engines() -> MeasuredEngines:
-    """Return the packaged ratios of engines to eager torch."""
+    """Return the measured ratios of engines to eager torch that snugfit contains."""
     text = files("snugfit.features.guide").joinpath("measured_engines.json").read_text(encoding="utf-8")
     facts = json.loads(text)
     return MeasuredEngines(**{**facts, "rows": tuple(EngineRatio(**row) for row in facts["rows"])})
@@ -168,7 +168,7 @@ def run_inference(
         try:
             generation = job_of({**facts["job"], "phase_settings": settings})
         except JobError as error:
-            # The phase belongs to a feature that may be deleted.
+            # The phase `generate` belongs to a feature that may be deleted.
             memory.append(f"generation: {error}")
             continue
         memory.append(
@@ -210,7 +210,7 @@ def _known_recipe(line: Mapping[str, str]) -> str:
 def _backends(
     lines: list[dict[str, Any]], answers: Mapping[str, Prediction | str], measured: MeasuredEngines
 ) -> Iterator[BackendRow]:
-    """Yield a row for each backend of the guide's data."""
+    """Yield a row for each `torch.compile` backend in the guide's data."""
     import torch._dynamo
 
     registered = torch._dynamo.list_backends(None)
@@ -225,12 +225,12 @@ def _backends(
             state=f"{in_torch}; needs {package}" if lacks else in_torch,
             today=line["today"],
             recipe=_known_recipe(line),
-            # The figures were measured with the recipe of this name, also if its feature is missing here.
+            # The speed was measured with the recipe of this name, even if its feature is missing here.
             measured_engine=line["recipe"] if measured.of(line.get("recipe", "")) else "",
         )
         answer = answers.get(row.recipe)
         if isinstance(answer, str):
-            # An objection begins with the technique, which the row has already.
+            # The error begins with the technique, which the row shows already.
             why = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
             row = replace(row, refused=first_sentence(why) or why)
         elif answer is not None:

@@ -18,7 +18,7 @@ from snugfit.units import MIB, show_mib
 UNKNOWN = ""
 
 NO_DIFFERENCE = 0.02
-"""Largest relative change that counts as no difference: steps vary by about as much."""
+"""Largest relative change that counts as none, because measured steps vary by about as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +26,27 @@ class MethodLine:
     """One row of the guide's table of methods: the effect of a method on speed and memory."""
 
     method: str
-    """Name of the method in the guide."""
+    """Name of the method in Hugging Face's guide."""
 
     experiment: str
-    """Name of the experiment that shows the method; empty for none."""
+    """Name of the experiment that uses the method; empty for none."""
 
     memory: float | None
-    """Share of vanilla's bytes that it adds (negative: saves), predicted."""
+    """Predicted change of memory as a share of the vanilla experiment's (without any method); negative if
+    less.
+    """
 
     speed: float | None
-    """Share of vanilla's samples per second that it adds."""
+    """Change of samples per second as a share of the vanilla experiment's; None if unknown."""
 
     speed_from: str
-    """Source of `speed`: `measured`, `published`, `predicted`, or empty."""
+    """Origin of `speed`: `measured`, `published` or `predicted`; empty if unknown."""
 
     guide_speed: str
-    """The guide's statement on speed."""
+    """The guide's statement on the method's speed."""
 
     guide_memory: str
-    """The guide's statement on memory."""
+    """The guide's statement on the method's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +54,17 @@ class StageLine:
     """GPU memory at one stage of the guide's first experiment, such as after loading the model."""
 
     stage: str
-    """`idle`, `context`, `weights`, `training`."""
+    """Stage of the run: `idle`, `context` (CUDA loaded), `weights` or `training`."""
 
     predicted_bytes: int | None
-    """Predicted bytes on the result's GPU."""
+    """Predicted bytes of GPU memory at this stage; None if unknown."""
 
     published: tuple[tuple[str, int], ...]
-    """Machine and bytes, as printed."""
+    """Published bytes of GPU memory at this stage, by machine."""
 
 
 def helps(change: float | None, *, less_is_better: bool) -> str:
-    """Return `Yes` if a relative change of speed or memory is an improvement, `No` if not, `?` if it is
+    """Return `Yes` if a relative change of speed or memory is an improvement, `No` if it is not, `?` if it is
     unknown.
     """
     if change is None:
@@ -97,7 +99,7 @@ def _method_line(method: Method, row: GuideRow | None, vanilla: GuideRow) -> Met
 def _speed(row: GuideRow, vanilla: GuideRow) -> tuple[float | None, str]:
     if row.timing and vanilla.timing:
         return change(row.timing.samples_per_second, vanilla.timing.samples_per_second), "measured"
-    # A published speed counts against vanilla on the same machine only.
+    # A published speed is compared only with vanilla on the same machine.
     before = {then.published.machine: then.published.samples_per_second for then in vanilla.then}
     for then in row.then:
         printed = then.published

@@ -39,9 +39,9 @@ class FrontRecipe:
 
     recipe: Recipe
     needed_bytes: int
-    """Bytes that must be free on the GPU."""
+    """Bytes that the recipe needs on the GPU."""
     speed: StepSpeed
-    """Speed of its step."""
+    """Predicted speed of the recipe's step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class PlannedJob:
     """The Pareto front of recipes that a plan found for one job."""
 
     front: tuple[FrontRecipe, ...]
-    """Recipes of the Pareto front: no other is both as fast and as small."""
+    """Recipes of the Pareto front of memory and speed: no other is at least as fast and as small."""
     doubts: tuple[str, ...] = ()
-    """Uncertainties of the plan, as sentences."""
+    """Warnings about uncertain parts of the plan."""
 
 
 def with_modern(result: GuideResult, plan_of: Callable[[Job], PlannedJob]) -> GuideResult:
@@ -76,7 +76,7 @@ def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | No
     """Return the fastest recipe of a plan's Pareto front that takes no more memory than the guide's
     experiment.
     """
-    # An experiment that does not fit may use all of the GPU's memory.
+    # If the experiment does not fit, its replacement may use all of the GPU's memory.
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)
     fitting = [one for one in front if memory is None or one.needed_bytes <= memory]

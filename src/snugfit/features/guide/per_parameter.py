@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a weight, by its dtype."""
+"""Bytes of one weight, by dtype."""
 PURE = "bf16_pure"
 """Precision for optimizers that support only bfloat16 weights."""
 INFERENCE = "inference"
-"""Word in place of an optimizer's name for an evaluation."""
+"""Word in place of an optimizer's name for a model in evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +40,25 @@ class PerParameter:
 
     model: str
     optimizer: str
-    """The technique's name, or `inference`."""
+    """Name of the optimizer technique, or `inference`."""
     precision: str = ""
-    """Precision of the prediction."""
+    """Precision technique of the prediction."""
     weights: float = 0.0
-    """Bytes of weights, without autocast's copies."""
+    """Bytes per parameter for weights, without autocast's copies."""
     copies: float = 0.0
-    """Bytes of autocast's 16-bit copies at the peak."""
+    """Bytes per parameter for autocast's 16-bit copies at the memory peak."""
     gradients: float = 0.0
     states: float = 0.0
     rest: float = 0.0
-    """Everything else at the peak: temporaries of the update above all."""
+    """Bytes per parameter for everything else at the memory peak, mainly temporaries of the update."""
     peak: str = ""
-    """Phase of the peak."""
+    """Phase of the step in which memory peaks."""
     rule_states: float | None = None
-    """The guide's bytes for these states; None without a rule."""
+    """The guide's bytes per parameter for the optimizer's states; None if the guide has no rule."""
     rule_total: float | None = None
-    """The guide's bytes in total."""
+    """The guide's bytes per parameter in total; None if the guide has no rule."""
     refused: str = ""
-    """Reason for a missing prediction."""
+    """Reason for a missing prediction; empty for none."""
 
     @property
     def total(self) -> float:
@@ -67,7 +67,7 @@ class PerParameter:
 
 
 def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
-    """Return the predictions to make for every optimizer, and one for inference, on each of the guide's
+    """Return the predictions to make for every optimizer, and for inference, on each of the guide's
     models.
     """
     precision = anatomy()["precision"]
@@ -124,7 +124,7 @@ def _line(request: PredictionRequest, answer: Prediction | str) -> PerParameter:
         return replace(line, refused=answer)
     footprint = answer.footprint
     kinds = dict(footprint.kinds)
-    # All weights have one dtype, so their bytes give the number of parameters.
+    # All weights have one dtype, so the number of parameters follows from their bytes.
     parameters = kinds[Kind.WEIGHTS] / BYTES[_trained_dtype(request)]
     parts = (Kind.WEIGHTS, Kind.CACHES, Kind.GRADIENTS, Kind.OPTIMIZER_STATES)
     weights, copies, gradients, states = (kinds.pop(kind, 0) / parameters for kind in parts)

@@ -24,13 +24,13 @@ class Series(NamedTuple):
     """One series of a bar chart, with one colour: a value for each experiment."""
 
     label: str
-    """Text in the legend."""
+    """Text for the series of bars in the legend."""
 
     values: tuple[float | None, ...]
-    """One value for each experiment; None without a value."""
+    """Values of the bars, one for each experiment; None for a missing bar."""
 
     ranges: tuple[tuple[float, float] | None, ...]
-    """Least and largest value of each bar; None where unknown."""
+    """Least and largest value of each bar; None if unknown."""
 
 
 def page_parts(result: GuideResult) -> PageParts:
@@ -103,7 +103,7 @@ def _series(
     published: Callable[[PublishedPrediction], Figure],
     unit: int = 1,
 ) -> list[Series]:
-    """Return the bars of each source (such as measured), if it has a value for any experiment."""
+    """Return a series of bars for each source (such as measured) that has a value for any experiment."""
     rows, modern = result.rows, {row.name: row for row in result.modern}
     figures: dict[str, list[Figure]] = {
         f"predicted, {result.gpu}": [*map(predicted, rows)],
@@ -163,4 +163,6 @@ def inference_page(result: InferenceGuide) -> PageParts:
 
 PAGE = PageMaker(GuideResult, page_parts)
 INFERENCE_PAGE = PageMaker(InferenceGuide, inference_page)
-"""The charts of both guides for HTML pages, which the feature `page` looks up under these names."""
+"""Charts of both guides (training and inference) for HTML pages. The feature `page` finds them by these
+names.
+"""

@@ -26,18 +26,18 @@ class PredictionRequest:
     """A prediction that the guide's tables need: an experiment, a GPU and package versions."""
 
     about: str
-    """Name of the experiment or technique, for progress messages."""
+    """Name of the predicted experiment or technique, for progress messages."""
     job: Job
     recipe: str
-    """Recipe as text; if it cannot be parsed, the answer is the reason."""
+    """Recipe in text form. If it cannot be parsed, the answer is the reason."""
     gpu: Gpu
     loop: str = "plain"
     software: str = "installed"
-    """Software profile of the prediction."""
+    """Name of the software versions that the prediction assumes: `installed` or `published-2022`."""
 
     @property
     def key(self) -> RequestKey:
-        """Return the key that identifies this request among the guide's."""
+        """Return the fields that identify this request among the guide's."""
         return RequestKey(self.about, self.gpu.key, self.software)
 
 

@@ -34,7 +34,8 @@ class LoopAdamW(torch.optim.Optimizer):
                 if gradient is None:
                     continue
                 state = self.state[parameter]
-                # The last parameter's denominator is still alive here, which decides the allocator's blocks.
+                # The denominator of the last parameter is still alive here, which affects the allocator's
+                # blocks.
                 if not state:
                     state["step"] = 0
                     state["exp_avg"] = torch.zeros_like(parameter)
@@ -45,6 +46,6 @@ class LoopAdamW(torch.optim.Optimizer):
                 denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
                 size = group["lr"] * math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
                 parameter.addcdiv_(state["exp_avg"], denominator, value=-size)
-                # Decay came after the update.
+                # This version applied weight decay after the update.
                 if group["weight_decay"]:
                     parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])

@@ -22,9 +22,9 @@ class PublishedPrediction:
 
     published: Published
     predicted_bytes: int | None = None
-    """NVML bytes; None when the machine names no GPU."""
+    """Predicted GPU memory in bytes, as NVML shows it; None if the machine's GPU is unknown."""
     predicted_speed: StepSpeed | None = None
-    """None when the machine names no GPU, or its rates are not known."""
+    """Predicted speed on the machine; None if its GPU or the GPU's rates are unknown."""
 
     @property
     def published_bytes(self) -> int:
@@ -40,20 +40,20 @@ class GuideRow:
     recipe: str
     loop: str
     predicted: Footprint | None = None
-    """Predicted bytes on the given GPU."""
+    """Predicted memory on the given GPU; None without a prediction."""
     fits: bool | None = None
-    """True if the step is predicted to fit the given GPU."""
+    """True if the step should fit on the given GPU; None without a prediction."""
     predicted_speed: StepSpeed | None = None
-    """Predicted speed on the given GPU; None where its rates are unknown."""
+    """Predicted speed on the given GPU; None if the GPU's rates are unknown."""
     measured: Footprint | None = None
     timing: Timing | None = None
-    """Seconds measured on this machine."""
+    """Seconds measured on this machine; None without a measurement."""
     outcome: str | None = None
-    """End of the measured run."""
+    """Outcome of the measured run; None without a measurement."""
     then: tuple[PublishedPrediction, ...] = ()
-    """One entry for each published figure, with its prediction."""
+    """Published figures of the experiment, each with its prediction for the same machine."""
     refused: str = ""
-    """Reason for a missing prediction."""
+    """Reason for a missing prediction; empty for none."""
 
     @property
     def predicted_bytes(self) -> int | None:
@@ -73,8 +73,8 @@ class GuideRow:
         return self.refused.strip().rpartition("\n")[2]
 
     def then_on(self, machine: str) -> PublishedPrediction | None:
-        """Return the published result of this machine together with the prediction for it; None without
-        one.
+        """Return the published result of this machine together with its prediction; None without a published
+        result.
         """
         return next((one for one in self.then if one.published.machine == machine), None)
 
@@ -86,11 +86,11 @@ class TakenInstead:
     """
 
     slot: str
-    """The slot's own name."""
+    """Name of the slot (choice of a recipe, such as the optimizer)."""
     then: str
-    """Techniques of the experiment."""
+    """Techniques of the experiment in this slot."""
     now: str
-    """Techniques of today's recipe."""
+    """Techniques of today's recipe in this slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +100,18 @@ class ModernRow:
     name: str
     """The guide's name of the experiment."""
     memory_bytes: int | None
-    """Bytes allowed for the recipe: as many as the experiment takes, or all of a GPU that cannot run it."""
+    """Bytes allowed for the recipe: those of the experiment, or the whole GPU if the experiment does not fit.
+    """
     recipe: str = ""
-    """Recipe in our notation; empty where none is faster."""
+    """Fastest recipe in the notation of recipes; empty if none is faster than the experiment."""
     needed_bytes: int | None = None
-    """Bytes that the recipe takes of the GPU."""
+    """Bytes that the recipe needs on the GPU; None without a recipe."""
     speed: StepSpeed | None = None
-    """Speed of its step."""
+    """Predicted speed of the recipe's step; None without a recipe."""
     instead: tuple[TakenInstead, ...] = ()
-    """Changes to the experiment's recipe, slot by slot, where that can run."""
+    """Differences to the experiment's recipe, slot by slot, if the experiment can run."""
     why_none: str = ""
-    """Reason for a missing recipe."""
+    """Reason for a missing recipe; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +119,20 @@ class LargeModelRow:
     """The predicted memory and speed for a large model, with DeepSpeed or without."""
 
     name: str
-    """Model and way of training."""
+    """The model, and the method of training it."""
     gpu: str
-    """GPU of the prediction."""
+    """Name of the GPU that the prediction is for."""
     recipe: str
     why: str
     """Reason why offloading is unnecessary."""
     needed_bytes: int | None = None
-    """Bytes that it takes of that GPU."""
+    """Bytes that training needs on that GPU; None without a prediction."""
     fits: bool | None = None
-    """True if it is predicted to fit."""
+    """True if training should fit on that GPU; None without a prediction."""
     speed: StepSpeed | None = None
-    """Speed of its step; None without a prediction."""
+    """Predicted speed of the step; None without a prediction."""
     refused: str = ""
-    """Reason for a missing prediction."""
+    """Reason for a missing prediction; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,27 +142,27 @@ class GuideResult(JsonDocument):
     what: ClassVar = "guide"
 
     source: str = field(default_factory=source)
-    """The address of the page with the published figures."""
+    """Web address of the guide with the published figures."""
     gpu: str
-    """GPU of the predictions."""
+    """Name of the GPU that the predictions are for."""
     memory_bytes: int | None
-    """Usable bytes of that GPU."""
+    """Usable bytes of that GPU; None if unknown."""
     rows: tuple[GuideRow, ...]
-    """The experiments, vanilla first."""
+    """Results of the guide's experiments; vanilla, the baseline without methods, comes first."""
     per_parameter: tuple[PerParameter, ...] = ()
-    """With `--optimizers`: bytes per parameter, by model and optimizer."""
+    """With `--optimizers`: predicted bytes per parameter, for each model and optimizer."""
     without_figures: tuple[WithoutFigure, ...] = ()
-    """Methods that the guide names without figures, chapter by chapter."""
+    """Methods that the guide names without figures, by chapter."""
     modern: tuple[ModernRow, ...] = ()
-    """With `--modern`: the best recipe of today, experiment by experiment."""
+    """With `--modern`: the fastest present recipe for each experiment."""
     large_models: tuple[LargeModelRow, ...] = ()
-    """With `--modern`: models for which the guide recommends DeepSpeed."""
+    """With `--modern`: predictions for models for which the guide recommends DeepSpeed."""
     device: str | None = None
-    """The device that was measured; None when nothing was."""
+    """Name of the measured device; None without a measurement."""
     versions: Mapping[str, str]
-    """Versions of the packages that predicted."""
+    """Versions of the packages that predicted, by package name."""
     doubts: tuple[str, ...] = ()
-    """Uncertainties of the predictions, as sentences."""
+    """Warnings about uncertain parts of the predictions."""
 
     @property
     def vanilla(self) -> GuideRow:

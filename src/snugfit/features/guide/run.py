@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 Answers = dict[RequestKey, "Prediction | str"]
-"""The type of the answers by request: a prediction, or the reason why there is none."""
+"""The type of the results by request: a prediction, or the reason why there is none."""
 
 
 def run(
@@ -47,12 +47,12 @@ def run(
     `tell` is called with a line about the current work. Raises `SnugfitError` when no experiment can be
     predicted, `GpuError` for a GPU that supports no experiment.
     """
-    policy_for(gpu, Software())  # which refuses a GPU that no step runs on
+    policy_for(gpu, Software())  # raises an error for a GPU that no step runs on
     experiments = suite()
     requests = [request for experiment in experiments for request in _requests(experiment, gpu)]
     byte_requests = per_parameter_requests(gpu) if optimizers else []
     predictions = predict_all([*requests, *byte_requests], workers=workers, tell=tell)
-    # Requests of the suite come first, so `zip` ends with them.
+    # The suite's requests come first, so `zip` ends with them.
     answers: Answers = {
         request.key: prediction for request, prediction in zip(requests, predictions, strict=False)
     }

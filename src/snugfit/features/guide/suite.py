@@ -21,7 +21,7 @@ from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 
 VANILLA = "vanilla"
-"""Name of the experiment that is the baseline of all comparisons."""
+"""Name of the experiment without any method, the baseline of all comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Machine:
     name: str
     """Name of the machine in `guide.json`."""
     gpu: str | None
-    """GPU of the machine; None where the authors name none."""
+    """GPU of the machine; None if the guide's authors do not name it."""
     note: str
     """Further facts about the machine."""
     software: str | None = None
-    """The software profile of the time."""
+    """Name of the software versions at that time; None for the installed ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Published:
 
     machine: str
     mib: int
-    """GPU memory in use after training, by NVML, in MiB."""
+    """GPU memory in use after training, in MiB, as NVML shows it."""
     seconds: float | None = None
-    """Seconds of the whole training."""
+    """Seconds of the whole training; None if not published."""
     samples_per_second: float | None = None
 
 
@@ -57,14 +57,14 @@ class GuideExperiment:
     """One experiment of the guide: a name, a recipe (training techniques), and its published results."""
 
     name: str
-    """The guide's name for it."""
+    """The guide's name for the experiment."""
     recipe: str
-    """Recipe in today's notation."""
+    """Recipe of the experiment in the notation of recipes."""
     loop: str = "plain"
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the job that differ from the guide's own."""
+    """Values of job fields that differ from the guide's basic job."""
     published: tuple[Published, ...] = ()
-    """One result for each machine."""
+    """Published results, one for each machine."""
 
     def job(self) -> Job:
         """Return the guide's training job (model, task and batch), with this experiment's changes."""
@@ -73,15 +73,15 @@ class GuideExperiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row of the guide's table of methods, in the guide's words."""
+    """One row of the guide's table of methods, in the guide's wording."""
 
     method: str
     experiments: tuple[str, ...]
-    """Names of the method's experiments; none where it is not predicted."""
+    """Names of the experiments that use the method; empty if it is not predicted."""
     speed: str
-    """The guide's words on the effect on speed."""
+    """The guide's wording on the method's effect on speed."""
     memory: str
-    """The guide's words on the effect on memory; brackets mean `hardly`."""
+    """The guide's wording on the method's effect on memory; brackets mean `hardly`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +91,17 @@ class WithoutFigure:
     chapter: str
     """Chapter of the guide: `torch.compile` or `DeepSpeed`."""
     name: str
-    """The guide's name for it."""
+    """The guide's name for the technique."""
     guide: str
     """The guide's claim about the technique."""
     status: str
-    """`predicted`, `not predicted`, or `gone` if torch no longer has it."""
+    """`predicted`, `not predicted`, or `gone` if torch no longer has the technique."""
     today: str
     """Present state of the technique, and the reason for a missing prediction."""
     instead: str = ""
-    """Recipes that replace it today; empty where it does not concern training."""
+    """Recipes that replace the technique today; empty if it does not concern training."""
     experiment: str = ""
-    """Name of the experiment that predicts it; empty for none."""
+    """Name of the experiment that predicts the technique; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +109,15 @@ class LargeModel:
     """A model for which the guide recommends DeepSpeed, and a recipe with it, or without it today."""
 
     name: str
-    """Model and way of training."""
+    """The model, and the method of training it."""
     job: Mapping[str, Any]
-    """Fields of the job, as `job_of` takes them."""
+    """Fields of the job, in the form that `job_of` reads."""
     gpu: str
-    """GPU that it should fit."""
+    """Name of the GPU on which the model should fit."""
     recipe: str
-    """In the notation of recipes."""
+    """Recipe in the notation of recipes."""
     why: str
-    """Offloaded tensors, or the reason why offloading is unnecessary."""
+    """Tensors that the recipe offloads, or the reason why offloading is unnecessary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,9 @@ class Baseline:
 
     machine: str
     what: str
-    """Stage of the experiment at which it was read."""
+    """Stage of the run at which memory was read, such as after loading the weights."""
     mib: int
-    """MiB as NVML reported them."""
+    """GPU memory in MiB, as NVML reported it."""
 
 
 def suite() -> tuple[GuideExperiment, ...]:
@@ -182,7 +182,7 @@ def large_models() -> tuple[LargeModel, ...]:
 
 
 def anatomy() -> Mapping[str, Any]:
-    """Return the guide's rules for bytes per parameter, the jobs that test them, and the reasons for
+    """Return the guide's rules for bytes per parameter, the jobs that test them, and reasons for the
     differences.
     """
     return dict(_guide()["anatomy"])
@@ -201,7 +201,7 @@ def own_gpu() -> str:
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:
-    """Return a training job from some of its fields as text, such as the model's name.
+    """Return the training job that has these fields, such as the model's name.
 
     The guide builds its models in fp32.
     """

@@ -5,4 +5,4 @@ from __future__ import annotations
 from snugfit.techniques.wish import Wish
 
 CACHE = Wish[str]("cache", str, "", touches=("passes",))
-"""The field `cache`: a kind of cache in place of the one that the job names; empty keeps that one."""
+"""The field `cache`: a kind of key/value cache in place of the job's; empty keeps the job's kind."""

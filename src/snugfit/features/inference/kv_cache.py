@@ -65,7 +65,7 @@ class KvCache(Technique):
 
 
 def _lack(job: Job, kind: str) -> str:
-    """Return the reason why a generation with this type of key-value cache fails; empty if it works."""
+    """Return the reason why generation with this type of key-value cache fails; empty if it works."""
     try:
         GenerationSettings.complete(job, {**job.phase_settings, "cache": kind})
     except JobError as error:

@@ -23,13 +23,18 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 THREADS = 4
-"""Largest number of threads that read tensors (`GLOBAL_WORKERS` of `core_model_loading.py`)."""
+"""Largest number of threads with which transformers reads tensors (`GLOBAL_WORKERS` of
+`core_model_loading.py`).
+"""
 
 LEFT_BY_WARM_UP = int(1.2 * GIB)
-"""Bytes of the GPU that the warm-up leaves out (`caching_allocator_warmup` of `modeling_utils.py`)."""
+"""Bytes of the GPU that transformers' warm-up does not reserve (`caching_allocator_warmup` of
+`modeling_utils.py`).
+"""
 
 BLOCK_OF_SCALE, BYTES_OF_CODES = 64, 64
-"""Weights for each scale of bitsandbytes' 4-bit numbers, and bytes of a weight's 16 codes in fp32.
+"""Number of 4-bit weights that share a scale in bitsandbytes, and bytes of the 16 codes (fp32) of a weight
+tensor.
 
 Source: `quantize_4bit` and `get_4bit_type` in `functional.py` (bitsandbytes 0.50).
 """
@@ -42,26 +47,28 @@ ASSUMPTIONS = (
     "Copies run at the data sheet's rate of the link. The rate of the disk is unknown.",
     "bitsandbytes quantizes with its default settings, without nested scales.",
 )
-"""Assumptions of all figures here."""
+"""Assumptions behind all predicted figures for loading."""
 
 
 class CheckpointTensor(NamedTuple):
     """A tensor of a model, with the tensors of the checkpoint from which it is loaded."""
 
     sources: tuple[int, ...]
-    """Elements of each source; experts are stored apart and loaded into one tensor."""
+    """Numbers of elements of the source tensors in the checkpoint. Experts are stored one by one and loaded
+    into one tensor.
+    """
     file_size: int
-    """Bytes of an element in the file."""
+    """Bytes of one element in the checkpoint file."""
     size: int
-    """Bytes of an element on the device, before it is quantized."""
+    """Bytes of one element on the device, before quantization."""
     places: tuple[int, ...] = (0,)
-    """Places of the sources in the order in which threads read all of them."""
+    """Positions of the source tensors in the order in which threads read all of them."""
     rows: int = 0
-    """Output features of a linear weight, each with a scale of its own in 8 bits; else 0."""
+    """Output features of a linear weight, each of which has a scale in 8 bits; otherwise 0."""
     is_linear: bool = False
-    """True for a weight that bitsandbytes quantizes."""
+    """True for the weight of a linear layer, which bitsandbytes quantizes."""
     is_transposed: bool = False
-    """True for a weight of `Conv1D`, which is transposed before it is quantized."""
+    """True for a weight of `Conv1D`, which is transposed before quantization."""
 
     @property
     def elements(self) -> int:
@@ -82,21 +89,25 @@ class LoadingResult:
     """
 
     weights: str
-    """`as saved`, or `4 bits` or `8 bits` for weights that bitsandbytes quantizes while they are loaded."""
+    """Format of the loaded weights: `as saved`, or `4 bits` or `8 bits`, to which bitsandbytes quantizes them
+    during loading.
+    """
     allocated_bytes: int
-    """Peak of the allocator's blocks handed out, with the block of the warm-up."""
+    """Peak of the bytes in the allocator's used blocks, including the block of the warm-up."""
     reserved_bytes: int
     """Bytes that the allocator reserves on the device."""
     host_bytes: int
-    """Largest resident bytes of mapped files and of copies on the host, without the process itself."""
+    """Peak of the host memory for mapped files and copies, in bytes, without the process itself."""
     host_copy_bytes: int
-    """Part of `host_bytes`: copies in another dtype, which the threads make at the same time."""
+    """Part of `host_bytes` for copies in another dtype, which threads make concurrently."""
     read_bytes: int
-    """Bytes of the checkpoint's tensors, read from the disk once."""
+    """Bytes of the checkpoint's tensors, each read once from the disk."""
     copied_bytes: int
-    """Bytes copied between host and device, in both directions."""
+    """Bytes copied between host and device, both directions together."""
     copy_seconds: float | None = None
-    """`copied_bytes` by the host link's rate on the data sheet, a lower bound; None without a GPU."""
+    """`copied_bytes` divided by the host link's rate in the data sheet, a lower bound in seconds; None
+    without a GPU.
+    """
 
 
 def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
@@ -181,11 +192,11 @@ def _sources(model: Any, state: Mapping[str, torch.Tensor]) -> Mapping[str, Mapp
     def revert(part: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         try:
             return revert_weight_conversion(model, part)  # type: ignore[no-any-return]
-        # Parts of a fused tensor have no reverse of their own. They are views of it on the device.
+        # Parts of a fused tensor cannot be reverted. They are views of it on the device.
         except (RuntimeError, ValueError, KeyError):
             return {}
 
-    # A tensor that is only renamed stays the same object.
+    # A tensor that was only renamed is still the same object.
     renamed = {id(tensor): name for name, tensor in revert(state).items()}
     return {
         name: {renamed[id(tensor)]: tensor}
@@ -296,7 +307,8 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
     copies = _host_copies(tensors, bits)
     copied = sum(one.nbytes for one in tensors)
     if bits == 8:
-        # transformers copies a weight back to the host, and bitsandbytes copies it again in fp16.
+        # transformers copies each weight back to the host, and bitsandbytes copies it to the device again in
+        # fp16.
         copied += sum(one.nbytes + 2 * one.elements for one in tensors if one.is_linear)
     return LoadingResult(
         weights=f"{bits} bits" if bits else "as saved",
@@ -318,6 +330,6 @@ def _host_copies(tensors: Sequence[CheckpointTensor], bits: int) -> int:
     """
     cast = [n * one.size for one in tensors if one.file_size != one.size for n in one.sources]
     at_once = sum(sorted(cast)[-(1 if bits else THREADS) :])
-    # In 8 bits, the host holds a weight and its copy in fp16.
+    # In 8 bits, the host holds each weight and its fp16 copy.
     back = [one.nbytes + 2 * one.elements for one in tensors if one.is_linear] if bits == 8 else []
     return max(at_once, *back, 0)

@@ -38,19 +38,25 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Recording, Trace
 
 HEAD = 2
-"""First decode steps of a call, which follow a prefill and are used as they are."""
+"""Number of decode steps after the prefill whose simulation is used without interpolation."""
 
 PERIODS = (1, 8)
-"""Numbers of decode steps after which steps are alike, in the order of their trials."""
+"""Periods, in decode steps, with which simulated steps may repeat. They are tried in this order."""
 
 MOST_WINDOWS = 16
-"""Largest number of windows of a call; further bends are interpolated."""
+"""Largest number of simulated windows (a few successive decode steps) in one call. Further bends are
+interpolated.
+"""
 
 MOST_WRITTEN = 256
-"""Decode steps of a trace with allocations of their own. In a longer call, one step represents several."""
+"""Largest number of decode steps of a trace that each have allocations of their own. In a longer call, one
+step represents several.
+"""
 
 CALLS = 2
-"""Calls of `generate` in a trace. The second finds the allocator's cached memory of the first."""
+"""Number of calls of `generate` in a trace. The second one reuses the memory that the allocator cached in the
+first.
+"""
 
 Record = Callable[[Any, int], "Recording"]
 
@@ -77,7 +83,7 @@ class CallWindows:
         self.job, self.open_step, self.record, self.period = job, open_step, record, period
         self.decode_steps = GenerationSettings.of(job).new_tokens - 1
         self.size = max(period, 2)
-        """Steps of a window; two show which tables have a fixed size."""
+        """Number of decode steps in a window. Two steps show which tables have a fixed size."""
         self.count = 0
 
     def trace(self) -> Trace:
@@ -118,7 +124,7 @@ class CallWindows:
             return [left]
         step = left.step + apart // 2 * self.period
         if self.period < PERIODS[-1] and (step - left.step) % PERIODS[-1] == 0:
-            # On a staircase, steps of the longer period are on a line too.
+            # If sizes grow in steps, those at a distance of the longer period are on a line too.
             step -= 1
         window = self._record(step - 1, 1 + self.size)
         middle = StepWindow(step, with_tables(window.decode[1:], self.start.steps))

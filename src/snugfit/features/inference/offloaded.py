@@ -25,25 +25,30 @@ from snugfit.step.host_link import MetaLink
 from snugfit.step.step import Observer
 
 STREAMS = 32
-"""CUDA streams that torch creates on a device; later ones are the first again (`c10/cuda/CUDAStream.cpp`)."""
+"""Number of CUDA streams that torch creates on a device. Later ones reuse these (`c10/cuda/CUDAStream.cpp`).
+"""
 
 HOST = torch.device("cpu", 0)
-"""Device of tensors in host memory beside tensors on the CPU: it differs from `torch.device("cpu")`."""
+"""Device of simulated tensors in host memory. It differs from `torch.device("cpu")`, so that both kinds are
+distinguished.
+"""
 
 
 class OffloadedTensor(torch.Tensor):
     """Keys or values of a cache layer in host memory; on `meta` in a simulation."""
 
     is_simulated: bool
-    """True beside tensors on `meta`."""
+    """True if the device's tensors have no data (`meta`), as in a simulation."""
     is_page_locked: bool
-    """False for the results of the host's own operators, such as the choice between beams."""
+    """True for page-locked memory. False for results of the host's operators, such as the choice between
+    beams.
+    """
 
     @classmethod
     def like(cls, tensor: torch.Tensor, *, is_simulated: bool, is_page_locked: bool) -> OffloadedTensor:
         """Return a host tensor with the shape and dtype of another tensor. Its values are not set."""
         if is_simulated:
-            # One element has any shape, and needs no memory.
+            # An expanded single element has any shape, and needs no memory.
             data = torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         else:
             memory = mmap.mmap(-1, max(tensor.nbytes, tensor.itemsize))
@@ -76,7 +81,7 @@ class OffloadedTensor(torch.Tensor):
             return torch.empty(data.shape, dtype=data.dtype, device="cpu").copy_(data)
         PrefetchStream.is_pending = True
         if not self.is_page_locked:
-            # The recorder writes a copy from pageable memory, for which the host waits.
+            # The recorder treats it as a copy from pageable memory, for which the host waits.
             return data.to(device)
         copy = torch.empty(data.shape, dtype=data.dtype, device=device)
         MetaLink.observer.copy_back(copy.nbytes)
@@ -97,14 +102,14 @@ OF_EACH_CALL = (
     "Each call of generate copies its cache back in a stream with memory of its own. Reserved bytes are for "
     f"two calls, and grow with each further one up to {STREAMS}."
 )
-"""Warning about the bytes of an offloaded cache."""
+"""Warning about the memory of an offloaded key/value cache."""
 
 
 class PrefetchStream:
     """Substitute for the CUDA stream in which a cache copies keys and values back to the device."""
 
     is_pending: ClassVar[bool] = False
-    """True if a copy back was launched, and the default stream has not waited for it."""
+    """True if a copy to the device was launched, and the default stream has not waited for it yet."""
 
     def __init__(self, number: int, recorder: Any) -> None:
         self.number, self.recorder = number, recorder
@@ -140,7 +145,7 @@ class _Copies(TorchFunctionMode):
         super().__init__()
         self._observer = observer
         self.copied: list[torch.Tensor] = []
-        """The host tensors, in order."""
+        """Tensors that were copied to the host, in order."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -165,10 +170,10 @@ class HostBlocks:
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
         self.last: dict[tuple[int, int], torch.Size] = {}
-        """Shape of each copy in the latest pass, by layer and number."""
+        """Shape of each copied tensor in the latest forward pass, by layer and number of the tensor."""
         self.itemsize = 0
         self.reordered = False
-        """True if the host has chosen between beams."""
+        """True after the host has reordered the cache for the selected beams."""
 
     def add(self, layer: int, copied: Sequence[torch.Tensor]) -> None:
         """Add the copies of a layer's keys and values in one forward pass."""
@@ -185,7 +190,7 @@ class HostBlocks:
         total = 0
         for shape in self.last.values():
             nbytes = shape.numel() * self.itemsize
-            # Keys and values have their tokens in the last dimension but one.
+            # Keys and values have the tokens in their second to last dimension.
             is_grown = self.prompt and len(shape) == 4
             first = nbytes // shape[-2] * min(self.prompt, shape[-2]) if is_grown else nbytes
             size = _block(first)
@@ -222,7 +227,7 @@ def without_streams(observer: Observer, recorder: Any, call: int, *, prompt: int
         blocks.add(layer, copies.copied)
 
     def reorder_and_state(cache: Any, beams: torch.Tensor) -> None:
-        # The host reads which beams continue. Their numbers change no size.
+        # The host reads the indices of the selected beams. Their values do not affect any size.
         observer.state(beams, torch.zeros(beams.shape, dtype=beams.dtype, device="cpu"))
         blocks.reordered = True
         reorder(cache, beams)

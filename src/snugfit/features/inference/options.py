@@ -10,7 +10,7 @@ from snugfit.cli import arguments as given
 from snugfit.errors import UsageError
 
 COMMANDS = ("predict", "plan", "gpus", "measure")
-"""Commands that take the phase."""
+"""Commands of snugfit that have the phase `generate`."""
 
 
 def _option(name: str, kind: Any, sentence: str, *flags: str) -> inspect.Parameter:
@@ -35,7 +35,7 @@ OPTIONS = (
     _option("top_k", int | None, "draw one of this many tokens; 0 for all. [50]"),
     _option("top_p", float | None, "draw a token of those with this probability together. [1]"),
 )
-"""The options, some also by transformers' own names of the settings."""
+"""Command-line options of the phase. Some also have transformers' names of the settings."""
 
 
 def add_prompt(flags: Mapping[str, Any], settings: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from snugfit.job.phases import AddedPhase, PhaseWords
 
 MOST_CONTEXT, MOST_BEAMS = 1 << 24, 1 << 10
-"""Limits of a search for the largest prompt and the largest number of beams."""
+"""Limits of a search for the largest prompt in tokens, and for the largest number of beams."""
 
 
 class Generation(AddedPhase):

@@ -28,23 +28,23 @@ class GenerationSettings:
     """Settings of the phase `generate` (text generation)."""
 
     new_tokens: int = 128
-    """Tokens that each sequence gets."""
+    """Number of tokens that are generated for each sequence."""
     beams: int = 1
-    """Beams of each sequence; 1 takes the most probable token, or draws one."""
+    """Number of beams of each sequence. With 1, the most probable token is taken, or one is drawn."""
     cache: str = "dynamic"
-    """Kind of the cache, one of `CACHES`."""
+    """Kind of the key/value cache, one of `CACHES`."""
     sample: bool = False
-    """True if tokens are drawn by their probabilities."""
+    """True if tokens are drawn at random by their probabilities."""
     top_k: int = 50
-    """Number of the most probable tokens of a draw; 0 takes all."""
+    """Number of the most probable tokens that are drawn from; 0 for all."""
     top_p: float = 1.0
-    """Share of the probability that the tokens of a draw have together; 1 takes all."""
+    """Total probability of the most probable tokens that are drawn from; 1 for all."""
 
     @classmethod
     def of(cls, job: Job, setup: Setup | None = None) -> Self:
         """Return the settings of a job in this phase, with the cache of the `Setup` if it has one.
 
-        Recorded decode steps need a static cache, so it replaces a dynamic one.
+        Decode steps that are recorded as a CUDA graph need a static cache, which then replaces a dynamic one.
         """
         cache = CACHE.of(setup) if setup else ""
         if setup and setup.records_graphs and (cache or job.phase_settings["cache"]) == "dynamic":
@@ -103,7 +103,7 @@ class GenerationSettings:
                 f"{self.new_tokens} new tokens",
             )
         else:
-            # The last new token is never an input.
+            # The last generated token is never an input.
             limit, length = input_limit(job.model.config), job.sequence_length + self.new_tokens - 1
             what = f"a prompt of {job.sequence_length} with {self.new_tokens} new tokens"
         if limit and length > limit[1]:
@@ -129,7 +129,7 @@ class GenerationSettings:
         """
         model.generation_config.eos_token_id = None
         if self.cache.endswith("static"):
-            # Imported during a call, it would keep the call's frames and their tensors alive.
+            # If it were imported during a call, it would keep the call's frames and tensors alive.
             import torch._dynamo  # noqa: F401
 
     def config(self) -> Any:
@@ -147,7 +147,7 @@ class GenerationSettings:
             num_beams=self.beams,
             pad_token_id=0,
             eos_token_id=None,
-            # A static cache would compile the model; `compiled` is a technique of its own.
+            # transformers would compile the model for a static cache; `compiled` is a separate technique.
             disable_compile=True,
             cache_implementation=None if self.cache == "dynamic" else self.cache,
             **further,
@@ -161,7 +161,7 @@ def _lack_of_quantized(job: Job) -> str:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    # A cache of another kind has layers without all keys and values.
+    # Caches of other kinds have layers that do not keep all keys and values.
     cache = DynamicCache(config=job.transformers_config().get_text_config(decoder=True))
     return "" if all(type(layer) is DynamicLayer for layer in cache.layers) else "windows or states"
 
@@ -179,7 +179,7 @@ def _lack_of_offloaded(job: Job, cache: str) -> str:
 
     config = job.transformers_config().get_text_config(decoder=True)
     layers = StaticCache(config=config, max_cache_len=1).layers
-    # Layers of a state alone never move.
+    # Layers that only have a state (Mamba) are not moved.
     windows = [layer.is_sliding for layer in layers if hasattr(layer, "is_sliding")]
     return "if all layers have a window, since it moves none of them" if windows and all(windows) else ""
 

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 BUSY = 0.85
-"""Share of a phase in which the device works; below it the host is the bound. A choice, as for a step."""
+"""Limit of the share of a phase's seconds in which the device works. Below it, the phase is bound by the host
+(chosen, as for a step).
+"""
 
 HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
 
 BY_LINK = 0.5
-"""Share of the device's seconds in copies to the host above which the link is the bound. A choice."""
+"""Share of the device's seconds in copies to the host, above which the phase is bound by the link (chosen).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +34,13 @@ class PassSeconds:
     """Predicted seconds of the prefill, or of all decoding passes together."""
 
     phase: str
-    """`prefill`, with the copy of the prompt, or `decode`, all further passes together."""
+    """`prefill`, which includes the copy of the prompt, or `decode`, all further passes together."""
     seconds: float
-    """Seconds between the ends of the phase before and of this one."""
+    """Seconds of the phase, from the end of the one before."""
     tokens_per_second: float
-    """Prompt tokens for the prefill, new tokens for decoding, of all sequences."""
+    """Tokens per second of all sequences: prompt tokens in `prefill`, new tokens in `decode`."""
     bound: str
-    """The limit of the phase: `host`, `link`, `memory bandwidth` or `arithmetic`."""
+    """Resource that limits the phase: `host`, `link`, `memory bandwidth` or `arithmetic`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +52,27 @@ class GenerationResult:
     """
 
     cache_bytes: int
-    """Largest bytes of the cache at a point of the curve."""
+    """Largest size of the key/value cache during the call, in bytes."""
     peak_phase: str
-    """Phase of the peak: `build`, `load`, `prefill` or `decode`."""
+    """Phase in which memory peaks: `build`, `load`, `prefill` or `decode`."""
     new_tokens: int
-    """New tokens of each sequence."""
+    """Number of tokens that are generated for each sequence."""
     passes: tuple[PassSeconds, ...] = ()
-    """Seconds by phase; empty where seconds are not predicted."""
+    """Predicted seconds of each phase; empty if seconds are not predicted."""
     host_cache_bytes: int = 0
-    """Page-locked host memory of an offloaded cache."""
+    """Page-locked host memory of an offloaded cache, in bytes."""
     copy_seconds: float = 0.0
-    """Seconds of an offloaded cache's copies to the device in a call; those to the host take as long."""
+    """Seconds of a call in copies of an offloaded cache to the device. Copies to the host take as long."""
     copied_bytes: int = 0
-    """Bytes of these copies in one direction, from their seconds and the link's rate."""
+    """Bytes of these copies in one direction, computed from their seconds and the link's rate."""
     seconds_per_token: float | None = None
-    """Seconds of a decode step, which makes one token of each sequence; None where not predicted."""
+    """Seconds of a decode step, which generates one token for each sequence; None if not predicted."""
     loading: tuple[LoadingResult, ...] = ()
-    """Loading of the model from a checkpoint: as saved, in 4 and in 8 bits; empty for a module."""
+    """Memory and seconds for loading the model from a checkpoint: as saved, in 4 and in 8 bits. Empty for a
+    module.
+    """
     loading_assumptions: tuple[str, ...] = ()
-    """Assumptions of `loading`, as sentences."""
+    """Assumptions behind the figures of `loading`."""
 
     @classmethod
     def of(cls, prediction: Prediction) -> GenerationResult:

@@ -31,36 +31,35 @@ if TYPE_CHECKING:
 PREFILL, DECODE = "prefill", "decode"
 
 LOOP_FUNCTIONS = 6
-"""Python functions of transformers' loop between two passes, in units of `HostLaunchCosts.function`.
+"""Host time of transformers' generation loop between two forward passes, in units of
+`HostLaunchCosts.function`.
 
-On a CPU, small models of six families spent 0.2 to 0.4 ms there, greedily. That is the time of the loop's
-kernels and 0.1 to 0.8 ms more, in the time of the H200's host. This is 0.42 ms.
+On a CPU, small models of six families spent 0.2 to 0.4 ms there in greedy decoding. That is the time of the
+loop's kernels and 0.1 to 0.8 ms more, in the time of the H200's host. This is 0.42 ms.
 """
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""Names of the cache among a model's arguments and outputs; Mamba has the second."""
+"""Names of the cache among a model's arguments and outputs. Mamba has the second one."""
 
 
 class StoppedEarly(Exception):
-    """Internal exception that ends a simulation after the decode steps that it needs; never shown to a
-    user.
-    """
+    """Internal exception that ends a simulation after the decode steps that it needs. Users never see it."""
 
 
 class GenerateStep(PlainStep):
     """The loop over batches of prompts, in which each step is one call of `generate`."""
 
     decode_steps: int | None = None
-    """Number of decode steps after which a simulation ends; None for all."""
+    """Number of decode steps to simulate; None for all."""
 
     decoder_prompt: int = 1
-    """Tokens with which the decoder of an encoder-decoder model begins."""
+    """Number of tokens with which the decoder of an encoder-decoder model begins."""
 
     prompt: int | None = None
-    """Tokens of the whole call's prompt, in a simulated part of it; None for the job's."""
+    """Prompt tokens of the whole call, if only a part of it is simulated; None for the job's prompt."""
 
     recorder: ClassVar[Any] = None
-    """The recorder of the current simulation; None without one."""
+    """Recorder of the current simulation; None without one."""
 
     def kind_of(self, operator: str, module: str, dtype: str) -> str:
         """Return the category of a memory block that a module allocates: activations. The loop labels logits,
@@ -68,7 +67,7 @@ class GenerateStep(PlainStep):
         """
         if module:
             return Kind.ACTIVATIONS
-        # The last choice between beams copies a cache that no pass reads.
+        # The last selection of beams copies a cache that no pass reads.
         if operator == "aten::index_select":
             return Kind.KEY_VALUES
         return Kind.LOGITS if "float" in dtype else Kind.INPUTS
@@ -98,11 +97,12 @@ class GenerateStep(PlainStep):
                         self.forward_context(),
                         contextlib.suppress(StoppedEarly),
                     ):
-                        # Whisper's own `generate` calls this one for each part of a recording.
+                        # Whisper's own `generate` calls `GenerationMixin.generate` for each part of a
+                        # recording.
                         out = GenerationMixin.generate(
                             inner, **batch, generation_config=self.generation_config()
                         )
-                        # Otherwise the tokens would live during the next call.
+                        # Without this, the tokens would stay alive during the next call.
                         del out
                     del batch
                 observer.step_ends(index)
@@ -139,7 +139,7 @@ class GenerateStep(PlainStep):
 
         config = self.generation_config()
         config.output_logits = config.return_dict_in_generate = True
-        config.do_sample = False  # draws would differ in every comparison
+        config.do_sample = False  # random tokens would differ in every comparison
         with torch.no_grad(), self.forward_context():
             out: Any = GenerationMixin.generate(
                 _generator_in(self.model), **self.first_batch(), generation_config=config
@@ -164,7 +164,7 @@ class GenerateStep(PlainStep):
 
 
 def _generator_in(model: Any) -> Any:
-    """Return the module that has `generate`, without the wrapper of adapters."""
+    """Return the module that has the method `generate`, without the wrapper of adapters."""
     from transformers import GenerationMixin
 
     return next(module for module in model.modules() if isinstance(module, GenerationMixin))
@@ -178,7 +178,7 @@ class _Follower:
     def __init__(self, step: GenerateStep, model: Any, observer: Observer) -> None:
         self.step, self.model, self.observer = step, model, observer
         self.passes = 0
-        """Forward passes of the current call of `generate`."""
+        """Number of forward passes in the current call of `generate`."""
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> _Follower:
@@ -193,7 +193,7 @@ class _Follower:
         self._undo.close()
 
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The choice between beams copies the cache after a pass.
+        # After a pass, the selection of beams copies the cache.
         self._claim_cache(kwargs)
         if self.passes:
             self.observer.phase(DECODE)
@@ -226,7 +226,7 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
         for one in part.values() if isinstance(part, dict) else part:
             yield from _tensors_of(one)
     elif type(part).__module__.startswith("transformers."):
-        # Layers of other kinds have their states in other attributes.
+        # Other kinds of layers have their states in other attributes.
         yield from _tensors_of(vars(part))
 
 
@@ -248,7 +248,7 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
 
     def state_end(*operands: Any, **named: Any) -> Any:
         values = operands_of_end.bind(*operands, **named).arguments
-        # Nothing finishes before the limit of the length, which another operand contains.
+        # No sequence finishes before the maximum length, which another operand contains.
         for name, known in (("is_early_stop_heuristic_unsatisfied", True), ("is_sent_finished", False)):
             if name in values:
                 observer.state(values[name], torch.full(values[name].shape, known, device="cpu"))
@@ -260,7 +260,7 @@ def _beams_stated(model: Any, observer: Observer) -> Iterator[None]:
         indices = results[2]
         columns = values["cur_len"] + 1 - values["decoder_prompt_len"]
         value = torch.full(indices.shape, -1, dtype=indices.dtype, device="cpu")
-        # Only the last update fills these indices, and no code reads those of an earlier one.
+        # Only the last update fills these indices, and no code reads the indices of earlier ones.
         value[..., :columns] = 0
         observer.state(indices, value)
         return results

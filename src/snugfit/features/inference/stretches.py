@@ -24,8 +24,8 @@ MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
 
 
 class NotAlike(Exception):
-    """Internal exception: two decode steps differ in more than their sizes, so no interpolation is possible.
-    It is never shown to a user.
+    """Internal exception for two decode steps that differ in more than sizes, so that no interpolation is
+    possible. Users never see it.
     """
 
 
@@ -36,7 +36,7 @@ class EarlyBlock(NamedTuple):
     operator: str
     module: str
     number: int
-    """Number among the blocks with this phase, operator and module."""
+    """Index of the block among those with the same phase, operator and module."""
 
 
 class LateBlock(NamedTuple):
@@ -45,9 +45,9 @@ class LateBlock(NamedTuple):
     """
 
     back: int
-    """Distance in decode steps; 0 for the step of the free itself."""
+    """Number of decode steps between the allocation and the free; 0 if both are in one step."""
     number: int
-    """Number among the blocks of its step."""
+    """Index of the block among those of its decode step."""
 
 
 BlockId = EarlyBlock | LateBlock
@@ -59,15 +59,15 @@ class Stretch:
 
     phase: str
     events: list[int | BlockId] = field(default_factory=list)
-    """In order: a number for an allocation (an index of `blocks`), a block_id for a free."""
+    """Allocations and frees in order: an allocation is an index of `blocks`, a free is a block_id."""
     blocks: list[Block] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
-    """Numbers of the kernels before which the host waits."""
+    """Indices of the kernels before which the host waits for the device."""
     marks: list[tuple[int, MarkKind]] = field(default_factory=list)
-    """Further marks, each with the number of events before it."""
+    """Other marks of the trace, each with the number of events before it."""
     streams: dict[int, int] = field(default_factory=dict)
-    """CUDA streams of blocks by number, unless it is the default one."""
+    """CUDA stream of a block that is not in the default stream, by the block's index."""
 
 
 def _is_of_loop(block: Block) -> bool:
@@ -83,18 +83,17 @@ class RecordedCall:
     """One simulated call of `generate`, divided into building the model, prefill and decode steps."""
 
     before: list[Stretch]
-    """The building, the loading and the prefill."""
+    """Events before the first decode step: building, loading and prefill."""
     decode: list[Stretch]
     lasting: frozenset[EarlyBlock]
-    """Blocks from before the first decode step that are still allocated after the call, such as workspaces.
-    """
+    """Blocks from before the first decode step that stay allocated after the call, such as workspaces."""
     lasting_operators: frozenset[str]
-    """Operators of such blocks from decode steps."""
+    """Operators whose blocks from decode steps stay allocated after the call."""
     trace: Trace
 
     @classmethod
     def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
-        """Divide the recording of a call into prefill and decode steps. Raises `NotAlike` for another
+        """Return a recorded call, divided into prefill and decode steps. Raises `NotAlike` for an unexpected
         structure.
         """
         trace = recording.trace
@@ -119,7 +118,7 @@ class RecordedCall:
 
 
 def _end(recording: Recording) -> int:
-    """Return the number of allocations and frees up to the end of a recording's last step."""
+    """Return the number of allocations and frees before the end of a recording's last step."""
     ends = [mark.event for mark in recording.marks if mark.kind is MarkKind.STEP_END]
     return ends[-1] if ends else len(recording.trace.events)
 
@@ -158,7 +157,7 @@ def _split(recording: Recording) -> Iterator[Stretch]:
         add(mark.event)
         begin = mark.event
         if mark.kind is MarkKind.PHASE:
-            # The building and the loading are marked several times.
+            # The building and the loading have several marks each.
             if mark.phase == current.phase != DECODE:
                 continue
             current = Stretch(mark.phase)
@@ -195,7 +194,7 @@ class StepWindow(NamedTuple):
     """A few successive decode steps that were simulated, with the number of the first."""
 
     step: int
-    """Number of the first step, from 1."""
+    """Number of the window's first decode step, counted from 1."""
     steps: Sequence[Stretch]
 
 
@@ -204,7 +203,7 @@ def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int
     extrapolated.
     """
     offset, apart = middle.step - left.step, right.step - left.step
-    # All three windows may touch the line of a staircase, whose steps are longer than this period.
+    # Sizes that grow in steps longer than this period may still be on a line in all three windows.
     if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, apart):
         return False
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
@@ -228,7 +227,9 @@ def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apa
 
 
 WORK_OFF_LINE = 0.002
-"""Share of a step's work by which it may differ from the line: an embedding reads its rows at most once."""
+"""Largest relative difference between a step's work and its linear interpolation. An embedding reads each of
+its rows at most once.
+"""
 
 
 def _work(stretch: Stretch) -> tuple[int, int]:
@@ -257,7 +258,7 @@ def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stre
 
 
 def _tables(first: list[Any], second: list[Any], wide: list[Any]) -> dict[int, Any]:
-    """Return, by number, the buffers that have one size in both steps of a window, with their sizes in the
+    """Return the buffers that have one size in both steps of a window, by number, with their sizes in the
     long call.
     """
     if not len(first) == len(second) == len(wide):
@@ -319,7 +320,7 @@ def interpolate(
     lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
     for begin in range(0, apart, period * together):
         times = min(together, (apart - begin) // period)
-        # Half steps count, so that the mean of an even number of periods is exact.
+        # Positions are counted in half steps, so that the mean of an even number of periods is exact.
         middle = 2 * begin + (times - 1) * period
         for line in lines:
             yield line.at(middle, 2 * apart), times
@@ -417,7 +418,7 @@ class CallWriter:
         decode steps are still allocated.
         """
         for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
-            # The window at the end has no such block: it began with other tokens.
+            # The last window has no such block, because it began with other tokens.
             self._free(block_id, [])
         if self._alive:
             raise NotAlike
@@ -425,7 +426,7 @@ class CallWriter:
     def _write(self, stretch: Stretch, *, early: bool) -> None:
         begin = len(self._events)
         self._marks.append(Mark(begin, self._call, stretch.phase))
-        # The driver releases its address space once.
+        # The driver releases the reserved address space only once.
         if self._call < 1:
             self._marks += [Mark(begin + at, self._call, stretch.phase, kind) for at, kind in stretch.marks]
         ids = list(_ids([stretch])) if early else [None] * len(stretch.blocks)
@@ -434,7 +435,7 @@ class CallWriter:
             if isinstance(event, int):
                 self._allocate(stretch.blocks[event], ids[event], numbers)
                 if event in stretch.streams:
-                    # Each call makes a stream of its own.
+                    # Each call creates a stream of its own.
                     self._streams[numbers[event]] = stretch.streams[event] + self._call
             else:
                 self._free(event, numbers)
@@ -452,7 +453,7 @@ class CallWriter:
             block_id = EarlyBlock(DECODE, block.operator, "", 0) if lasts else None
         else:
             lasts = block_id in self._lasting
-        # A workspace is allocated in the first call alone.
+        # A workspace is allocated only in the first call.
         if lasts and block_id in self._early:
             numbers.append(self._early[block_id])
             return
@@ -470,7 +471,7 @@ class CallWriter:
     def _free(self, block_id: BlockId, numbers: list[int]) -> None:
         try:
             if isinstance(block_id, EarlyBlock):
-                # The tokens with which a window's decoder begins are no part of a long call.
+                # The tokens with which a window's decoder begins do not belong to the long call.
                 if block_id not in self._early and block_id.phase == "load":
                     return
                 index = self._early[block_id]

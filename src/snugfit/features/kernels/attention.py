@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 HALVES = ("torch.bfloat16", "torch.float16")
-"""Dtypes of queries, keys and values that the attention kernels support."""
+"""Dtypes of queries, keys and values that snugfit's attention kernels support."""
 
 GAPS = "fused: a mask has gaps among its tokens. Take 'torch_kernels'."
 
@@ -45,7 +45,7 @@ def attend(
     implementation = module.config._attn_implementation
     if implementation == "sdpa" and keywords.get("cu_seq_lens_q") is not None:
         return attend_in_stretches(module, heads, dropout, scaling, keywords), None
-    # The family's file has the eager function that the model itself would call.
+    # The model itself would call the eager function of its own file.
     eager = sys.modules[type(module).__module__].eager_attention_forward
     run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     query, key, value = heads
@@ -60,7 +60,7 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
     mask = keywords.get("attention_mask")
     if mask is None or mask.dim() != 2 or not model.training or len(arguments) > 1:
         return None
-    # A row without padding has ends of its own (`padding_free`).
+    # A row without padding has sequence boundaries of its own (`padding_free`).
     if keywords.get("cu_seq_lens_q") is not None or not has_kernel(mask) or not takes(model):
         return None
     ends = {"cu_seq_lens_q": stretches(mask), "max_length_q": mask.size(1)}
@@ -69,14 +69,14 @@ def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any
 
 def takes(model: Any) -> bool:
     """Return True if FlashAttention's kernels for padded batches support this encoder. They need 16 bits, no
-    decoder, and heads that are not too wide.
+    decoder, and a head size within their limit.
     """
     from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
 
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     dtype = activation_dtype(next(model.parameters()))
-    # A decoder's mask is causal too, which stretches do not express.
+    # A decoder's mask is also causal, which sequence boundaries cannot express.
     known = config._attn_implementation == "sdpa" and not getattr(config, "is_decoder", False)
     return known and str(dtype) in HALVES and width <= WIDEST and width % WIDTH_IN == 0
 
@@ -92,13 +92,14 @@ def stretches(mask: torch.Tensor) -> torch.Tensor:
     rows, length = mask.shape
     tokens = mask.ne(0).to(torch.int32)
     count = tokens.sum(1, dtype=torch.int32)  # (B,)
-    # More than two changes between padding and tokens are a gap.
+    # More than two changes between padding and tokens mean a gap in a sequence.
     changes = tokens.diff(dim=1).abs().sum(1) + tokens[:, 0] + tokens[:, -1]
-    # An assertion on the device does not wait; a check on the host would.
+    # An assertion on the device does not make the host wait.
     torch._assert_async((changes <= 2).all(), GAPS)
     first = tokens.argmax(1).to(torch.int32)
     begin = torch.arange(0, rows * length, length, dtype=torch.int32, device=mask.device)
-    # Every row has three stretches, also empty ones, so a captured step accepts any padding.
+    # Every row gets three sequences (padding, tokens, padding), even if empty. So a captured step accepts any
+    # padding.
     ends = torch.stack([begin + first, begin + first + count, begin + length], dim=1).flatten()
     return torch.nn.functional.pad(ends, (1, 0))
 
@@ -112,7 +113,7 @@ def attend_in_stretches(
     from snugfit.features.kernels.without_padding.attention import attend as attend_in_pieces
 
     batch, _, length, _ = heads[0].shape
-    # Rows are joined to one, since the kernels take sequences of one row.
+    # The kernels take all sequences as one row.
     query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)
     out, _ = attend_in_pieces(
         module, query, key, value, dropout=dropout, scaling=scaling, is_causal=False,

@@ -20,11 +20,13 @@ ATTENTION = OwnAttention(
     pieces=Call(path=f"{_FOLDER}.rows:rows_of_step"),
     on_cpu=Call(path="snugfit.features.kernels.operations.shapes_on_cpu:shapes_on_cpu"),
 )
-"""snugfit's attention function: each token of one row attends within its own sequence."""
+"""snugfit's attention function. All sequences of a batch form one row, and each token attends within its
+sequence.
+"""
 
 FLASH_ATTENTION = PackageAttention(
     name="flash_attention_2",
     refuse=Call(path=f"{_FOLDER}.flash_attn:refuse_without_package"),
     on_shapes=Call(path=f"{_FOLDER}.flash_attn:on_shapes"),
 )
-"""Name of FlashAttention-2 in transformers."""
+"""FlashAttention-2 of the package flash-attn, under its name in transformers."""

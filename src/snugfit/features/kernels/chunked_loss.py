@@ -32,7 +32,8 @@ class ChunkedLoss(Technique):
     """Computes logits, loss and gradient for some tokens at a time, and never
     all logits at once."""
 
-    # With 16-bit products, the head's gradient is rounded once a chunk, also for fp32 weights under autocast.
+    # With 16-bit products, the head's gradient is rounded once per chunk, also for fp32 weights under
+    # autocast.
     fidelity: ClassVar = Fidelity.ROUNDS
     source: ClassVar = (
         "the fused linear cross-entropy of Hsu et al., arXiv 2410.10989 (Liger), in plain torch; torch's own "
@@ -81,16 +82,16 @@ class ChunkedLoss(Technique):
         vocabulary = job.model.config.get("vocab_size")
         if why := _lacks_vocabulary(job):
             return why
-        # Only the decoder's targets have logits.
+        # Only the decoder's tokens have logits.
         length = job.target_length if job.task == "seq2seq-lm" else job.sequence_length
-        # Logits are compared in 32 bits, as the default chunk is counted.
+        # The sizes of logits are compared in fp32, as for the default chunk.
         if vocabulary and 4 * vocabulary * job.batch_size * length <= LOGITS_BYTES:
             return "all logits of this job are no more than one chunk"
         return ""
 
 
 def _lacks_vocabulary(job: Job) -> str:
-    """Return the reason why the job's model has no logits over a vocabulary; empty if it may have them."""
+    """Return the reason why the job's model has no logits over a vocabulary; empty if it may have some."""
     module = job.model.module
     if module is not None and not hasattr(module, "get_output_embeddings"):
         return f"{type(module).__name__} has no get_output_embeddings, which would name its head"

@@ -32,13 +32,13 @@ class DecoderFamily(NamedTuple):
     """Properties in which the decoders of one modeling file of transformers differ from Llama's."""
 
     prefix: str
-    """Prefix of the names of its classes."""
+    """Prefix of the family's class names in transformers."""
     extras: tuple[str, ...] = ()
-    """Attributes of the attention, or of its config, that it passes to the attention function."""
+    """Attributes of the attention module, or of its config, that it passes to the attention function."""
     from_one: bool = False
-    """True if norms multiply by one plus the learned scale."""
+    """True if norms multiply by one plus the learned scale, as in Gemma."""
     norms_branches: bool = False
-    """True if the output of a branch is normed before it is added to the stream."""
+    """True if the output of attention or the MLP is normed before it is added to the residual stream."""
 
 
 FAMILIES = {
@@ -50,13 +50,14 @@ FAMILIES = {
     "gemma2": DecoderFamily("Gemma2", (SLIDING, CAPPED), from_one=True, norms_branches=True),
     "gemma3": DecoderFamily("Gemma3", (SLIDING,), from_one=True, norms_branches=True),
 }
-"""Decoder families by the name of their file, `modeling_NAME.py`."""
+"""Decoder families by the name of their file in transformers, `modeling_NAME.py`."""
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
-"""Name of each of these attributes as an argument of the attention function."""
+"""Name of an attribute's value as an argument of the attention function, by attribute."""
 
 TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""Supported activations by their name in transformers; True for GELU's approximation by tanh."""
+"""Supported activations of gated MLPs by their name in transformers; True for GELU's approximation by tanh.
+"""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -65,13 +66,13 @@ def fuse(model: torch.nn.Module) -> list[str]:
     """
     changed: dict[str, None] = {}
     for module in model.modules():
-        if "forward" in vars(module):  # another's, or ours from before
+        if "forward" in vars(module):  # replaced by the user, or by an earlier `fuse`
             continue
         for part, fuse_part in _PARTS.items():
             family = _family(module, part)
             if family is not None and fuse_part(module, family):
                 changed[type(module).__name__] = None
-        # The last norm of a model has no layer that could fuse it.
+        # After the last norm there is no layer that could fuse it.
         norm = getattr(module, "norm", None)
         family = _family(norm, "RMSNorm")
         if family is not None and "forward" not in vars(norm):
@@ -84,7 +85,7 @@ def _family(module: Any, part: str) -> DecoderFamily | None:
     """Return the decoder family to which this module belongs; None for every other module."""
     name = type(module).__module__.rpartition(".modeling_")[2]
     family = FAMILIES.get(name)
-    # A subclass in another file may compute something else.
+    # A subclass in another file may compute a different result.
     known = family is not None and type(module).__module__ == f"transformers.models.{name}.modeling_{name}"
     return family if known and family and type(module).__name__ == family.prefix + part else None
 
@@ -100,9 +101,9 @@ def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) ->
 def _either(
     forward: Callable[..., Any], family: DecoderFamily, module: Any, *arguments: Any, **keywords: Any
 ) -> Any:
-    # The class's own method, since the instance's is replaced by this one.
+    # The method of the class, because this one replaces that of the instance.
     own = partial(type(module).forward, module)
-    # The kernels save for a backward pass, which evaluation does not have.
+    # The kernels save tensors for a backward pass, which evaluation does not have.
     if not module.training:
         return own(*arguments, **keywords)
     return forward(module, family, own, *arguments, **keywords)
@@ -123,7 +124,7 @@ def _add_and_norm(
     """
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
-    # Without autocast, transformers multiplies by the scale in the wider dtype.
+    # Without autocast, transformers multiplies the scale in the wider dtype.
     if dtype == whole.dtype and not family.from_one:
         dtype = torch.promote_types(dtype, norm.weight.dtype)
     return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, from_one=family.from_one)
@@ -140,10 +141,10 @@ def _norm(
 
 def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
     projections = projections_of((module.q_proj, module.k_proj, module.v_proj))
-    # Halves of a head are rotated into each other, so its width must be even.
+    # The two halves of a head are rotated into each other, so the head size must be even.
     if projections is None or module.head_dim % 2:
         return False
-    # Adjacent weights are one matrix, so the three products are one.
+    # Weights that are adjacent in memory form one matrix, so the three products become one.
     if not projections.states:
         lay_side_by_side(projections.weights)
     if projections.biases:
@@ -172,7 +173,7 @@ def _attend(
     width = self.head_dim
     heads = Heads(self.q_proj.out_features // width, self.k_proj.out_features // width, width)
     norms = None
-    # Qwen3 and Gemma 3 norm each head.
+    # Qwen3 and Gemma 3 norm the queries and keys of each head.
     if hasattr(self, "q_norm"):
         norms = Norms(self.q_norm.weight, self.k_norm.weight, _eps(self.q_norm), family.from_one)
     query, key, value = attention_inputs(hidden_states, position_embeddings, heads, projections, norms)
@@ -181,11 +182,11 @@ def _attend(
     extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
     options = extras | keywords
     if self.config._attn_implementation == "sdpa":
-        options.pop("cu_seq_lens_q", None)  # which sdpa does not read, and which means an encoder's stretches
+        options.pop("cu_seq_lens_q", None)  # sdpa does not read it, and encoders use it otherwise
     given, scores = attend(
         self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
     )
-    # The output of some kernels is transposed, and the product needs rows.
+    # Some kernels return a transposed result, while the product needs rows.
     return _project(self.o_proj, given.contiguous()), scores
 
 
@@ -207,7 +208,7 @@ def _remember(
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     is_simple = type(cache).__name__ == "DynamicCache" and type(layer).__name__ == "DynamicLayer"
-    # Other caches move, quantize or cut their contents.
+    # Other caches move, quantize or truncate their contents.
     if layer is None or not is_simple or layer.is_initialized or cache.offloading:
         return cache.update(key, value, index)  # type: ignore[no-any-return]
     layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
@@ -225,13 +226,15 @@ def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
     if not into.states:
         lay_side_by_side(into.weights)
     _replace(module, _gate, family)
-    # False marks a gated MLP; `fused(recomputed_mlps)` sets some to True.
+    # False marks a gated MLP. `fused(recomputed_mlps)` sets some of them to True.
     setattr(module, RECOMPUTES, False)
     return True
 
 
 def _mlp_projections(module: Any) -> tuple[Projections | None, Projections | None]:
-    """Return the layers before and after the activation; None for those that must run their own code."""
+    """Return the linear layers before and after the activation of an MLP; None if the MLP must run its own
+    code.
+    """
     into = projections_of((module.gate_proj, module.up_proj), biased=False)
     return into, projections_of([module.down_proj], biased=False)
 
@@ -257,7 +260,7 @@ def _fuse_layer(module: Any, family: DecoderFamily) -> bool:
     names = ["input_layernorm", "post_attention_layernorm"]
     if family.norms_branches:
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    # The layer fuses its norms, so all of them must be of this family.
+    # The layer fuses its norms, so all of them must belong to this family.
     if not all(_family(getattr(module, name, None), "RMSNorm") == family for name in names):
         return False
     _replace(module, _run_layer, family)
@@ -281,7 +284,7 @@ def _run_layer(
     stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)
     branch, _ = self.self_attn(hidden_states=normed, **keywords)
     before_mlp = self.post_attention_layernorm
-    # Gemma norms a branch before it is added, and once more before the MLP.
+    # Gemma norms the attention's output before it is added, and then the stream before the MLP.
     if family.norms_branches:
         _, branch = _add_and_norm(branch, None, self.post_attention_layernorm, family)
         before_mlp = self.pre_feedforward_layernorm
@@ -289,7 +292,7 @@ def _run_layer(
     from_mlp: torch.Tensor = self.mlp(normed)
     if family.norms_branches:
         _, from_mlp = _add_and_norm(from_mlp, None, self.post_feedforward_layernorm, family)
-    # The next layer's first norm is in another module, so this addition stays alone.
+    # The next layer's first norm is in another module, so this addition is not fused.
     return stream + from_mlp
 
 

@@ -22,12 +22,13 @@ from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
 from snugfit.step.own_forward import OwnForward
 
 SITE = "fused_site"
-"""Name of the attribute that holds a module's `Site`."""
+"""Name of the attribute that holds a module's `Site`, which gives each dropout call its seed."""
 
 STREAM = "fused_stream"
-"""Name of an attribute of a norm's result: the same values in fp32, for the next residual (`add_norm`).
-Between two layers the model's own code passes the result on. If that code creates another tensor of it, that
-tensor is the residual."""
+"""Name of an attribute of a norm's result. It holds the same values in fp32, for the next residual
+(`add_norm`). The model's own code passes the result from layer to layer. If that code creates another tensor
+from it, that tensor is the residual.
+"""
 
 BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
 """Class names of GELU activations in transformers; True for the approximation by tanh."""
@@ -59,11 +60,11 @@ class Patch:
     """
 
     forward: Callable[..., Any] | None
-    """Replacement of the forward pass; None for an encoder that only loses its mask (`attention.py`)."""
+    """Replacement of a module's forward pass; None for an encoder that only gets no mask (`attention.py`)."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Function that returns True if a module of the class meets the assumptions of the forward pass."""
+    """Function that returns True if the replacement supports this module."""
     joins: tuple[str, ...] = ()
-    """Names of the linear layers that are computed as one matrix product."""
+    """Names of the module's linear layers that are computed as one matrix product."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -71,13 +72,13 @@ def fuse(model: torch.nn.Module) -> list[str]:
     names of the replaced modules.
     """
     seeds, changed = Seeds(), dict[str, None]()
-    # The number of a module is its call site, so each draws other numbers of dropout.
+    # The index of a module identifies its dropout calls, so that each draws other numbers.
     for number, module in enumerate(model.modules()):
         patch = patch_of(type(module))
         if patch is None or not patch.fits(module):
             continue
         if patch.forward is None:
-            # A second hook would look for a mask that the first one has replaced.
+            # A second hook would search for a mask that the first one has replaced.
             if SITE not in vars(module):
                 module.register_forward_pre_hook(without_mask, with_kwargs=True)
             setattr(module, SITE, Site(seeds, number))
@@ -96,7 +97,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 def patch_of(kind: type[Any]) -> Patch | None:
     """Return the patch for a class of transformers; None for an unsupported one."""
     parts = kind.__module__.split(".")
-    # Matching by name imports no model's file that the process does not use.
+    # Comparing names imports no model files that the process does not use.
     if parts[:2] != ["transformers", "models"] or len(parts) < 4:
         return None
     return PATCHES.get((parts[2], kind.__name__))
@@ -106,8 +107,9 @@ def patch_of(kind: type[Any]) -> Patch | None:
 
 
 def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a linear layer's output without its bias, and the bias if a kernel can add it later (else
-    None)."""
+    """Return a linear layer's output without its bias, and the bias if a kernel can add it later (otherwise
+    None).
+    """
     if is_plain(layer):
         return torch.nn.functional.linear(x, layer.weight), layer.bias
     # GPT-2's layers are transformers' Conv1D, whose weight is transposed.
@@ -120,7 +122,7 @@ def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
     by_tanh = BY_TANH.get(type(activation).__name__)
-    # Without a bias or GELU, the kernel has nothing to fuse.
+    # Without a bias and a GELU, the kernel has nothing to fuse.
     if by_tanh is None or bias is None:
         y: torch.Tensor = activation(product if bias is None else product + bias)
         return y
@@ -148,8 +150,9 @@ def norm_with_stream(
 
 
 def is_layer_norm(*names: str) -> Callable[[Any], bool]:
-    """Return a check that these submodules are torch's LayerNorm over the last dimension, with weight and
-    bias."""
+    """Return a check that submodules with these names are torch's LayerNorm over the last dimension, with
+    weight and bias.
+    """
 
     def fits(module: Any) -> bool:
         norms = [getattr(module, name) for name in names]
@@ -185,7 +188,7 @@ def embed_bert(
     if token_type_ids is not None:
         words = words + types(token_type_ids)
     places = embed_positions(self, words, position_ids, past_key_values_length)
-    # All tokens have type 0, so its row is added to the positions, which are fewer.
+    # All tokens have type 0, so its embedding is added to those of the positions, which are fewer.
     if token_type_ids is None:
         places = places + types.weight[0]
     return norm_embeddings(self, words, places)
@@ -212,7 +215,7 @@ def embed_positions(
         weight: torch.Tensor = table.weight[first : first + words.size(1)]
         return weight
     places: torch.Tensor = table(position_ids)
-    # Positions that are equal for all samples repeat in the kernel.
+    # Position embeddings that are equal for all samples are repeated by the kernel.
     return places[0] if places.size(0) == 1 else places
 
 
@@ -227,7 +230,7 @@ def embeds_plainly(module: Any) -> bool:
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return dropout of the norm of words plus positions: (B, S, H)."""
     site: Site = getattr(module, SITE)
-    # Embeddings are the first module of a pass, so a new seed begins there.
+    # The embedding is the first module of a forward pass, so a new seed is drawn here.
     site.seeds.begin()
     drop = site.draw(module, module.dropout.p, words)
     return norm_with_stream(words, places, module.LayerNorm, drops_last=True, **drop)
@@ -241,7 +244,7 @@ def attend_bert(
     **keywords: Any,
 ) -> Any:
     """Compute BERT's self-attention (B, S, H), with queries, keys and values from one matrix product."""
-    # Caches are for generation, which the model's own code serves.
+    # Caches are for generation, which runs the model's own code.
     if past_key_values is not None:
         return type(self).forward(
             self, hidden_states, attention_mask, past_key_values=past_key_values, **keywords
@@ -256,7 +259,7 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
     They come from one matrix product if all layers are torch's own.
     """
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
-    # One joint bias needs one from every layer.
+    # A joint bias requires a bias in every layer.
     if not all(map(is_plain, layers)) or len(biases) not in (0, len(layers)):
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
     else:
@@ -329,7 +332,7 @@ def run_vit_layer(
     attended, _ = self.attention(normed, attention_mask, **keywords)
     drop = getattr(self, SITE).draw(self, self.dropout.p, hidden_states)
     normed, hidden = add_norm(attended, hidden_states, self.layernorm_after, gives_sum=True, **drop)
-    # The second residual is added before the next layer's norm, in another module.
+    # The second residual is added before the norm of the next layer, which is in another module.
     closed: torch.Tensor = self.dropout(self.mlp(normed)) + hidden
     return closed
 
@@ -402,4 +405,4 @@ PATCHES: dict[tuple[str, str], Patch] = {
     ),
     ("gpt2", "GPT2MLP"): Patch(run_gpt2_mlp),
 }
-"""Replacements of forward passes by folder and class name in transformers."""
+"""Replacements of forward passes, by folder and class name in transformers."""

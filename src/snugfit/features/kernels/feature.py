@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 EXPERT_KERNELS, EXPERTS = "triton::moe_", 120 * MIB
-"""NVML bytes that Liger's kernels for experts add.
+"""Name prefix of Liger's kernels for experts, and the GPU memory that they add, in bytes by NVML.
 
 They come from six runs of Mixtrals on H200s and H100s, with 132 multiprocessors each
 (results/accuracy-seed2411.json, -seed2511 and -seed2611). The cause is unknown. One configuration that Triton

@@ -13,8 +13,9 @@ class FusedWish:
     """Settings for snugfit's fused kernels in a model's modules: the value of the field `fused`."""
 
     recomputed_mlps: int = 0
-    """Number of gated MLPs, from the first, whose product of gate and up is recomputed in the backward
-    pass."""
+    """Number of gated MLPs, from the first layer on, whose product of gate and up is recomputed in the
+    backward pass.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,9 @@ class LigerWish:
     """Settings for Liger's kernels in a model's modules: the value of the field `liger`."""
 
     parts: Mapping[str, bool] = field(default_factory=dict)
-    """True or False for each set part; Liger's default decides for the rest."""
+    """Liger's kernels that are switched on (True) or off (False), by name. Liger's default decides for the
+    others.
+    """
 
 
 FUSED = Wish[FusedWish | None](
@@ -30,12 +33,12 @@ FUSED = Wish[FusedWish | None](
     FusedWish | None,
     None,
     touches=("passes",),
-    packages=("triton", "snugfit.features.kernels"),  # the start-up of two packages, as for Liger
+    packages=("triton", "snugfit.features.kernels"),  # as for Liger: the packages that take time at start-up
     seeded_models=("bert", "distilbert", "electra", "roberta"),
 )
-"""The field `fused`: snugfit's kernels in the model's modules; None leaves modules unchanged."""
+"""The field `fused`: settings of snugfit's kernels in the model's modules; None leaves modules unchanged."""
 
 LIGER = Wish[LigerWish | None](
     "liger_kernels", LigerWish | None, None, touches=("passes",), packages=("triton", "liger_kernel")
 )
-"""The field `liger`: Liger's kernels in the model's modules; None leaves modules unchanged."""
+"""The field `liger`: settings of Liger's kernels in the model's modules; None leaves modules unchanged."""

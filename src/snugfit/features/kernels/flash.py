@@ -46,7 +46,7 @@ class Flash(Technique):
         dtype = recipe[Slot.PRECISION].alone.product_dtype(job)
         if dtype not in HALVES:
             yield f"it computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
-        # Selective checkpointing recognizes torch's attention operators, and this kernel is none of them.
+        # Selective checkpointing recognizes torch's attention operators, and not this kernel.
         if checkpoint is not None and checkpoint.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
@@ -59,7 +59,7 @@ class Flash(Technique):
             "package flash-attn must be installed."
         )
         if not job.padding:
-            # torch prefers cuDNN's attention on Hopper.
+            # On Hopper, torch prefers the attention kernels of cuDNN.
             yield (
                 "try 'sdpa': without padding it takes the same kernels, or cuDNN's on Hopper, and "
                 "needs no package."
@@ -68,7 +68,7 @@ class Flash(Technique):
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield no settings, so that no plan uses `flash`."""
-        # It was measured on no GPU (`unplanned`).
+        # Plans do not try it: it was not measured on a GPU (`unplanned`).
         return iter(())
 
 

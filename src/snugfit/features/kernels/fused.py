@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
-"""Model types of transformers whose encoders (and GPT-2) `encoders.py` supports."""
+"""Model types of transformers whose encoder layers `encoders.py` supports; also GPT-2."""
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Model types that `decoders.py` supports."""
+"""Model types of transformers whose decoder layers `decoders.py` supports."""
 
 KNOWN = (*ENCODERS, *DECODERS)
-"""All supported model types."""
+"""All model types of transformers that the technique supports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Fused(Technique):
     needs: ClassVar = ("triton>=3.0",)
     extra: ClassVar = "compile"
     on_cpu: ClassVar = "runs as plain torch code: its kernels are for GPUs"
-    least_capability: ClassVar = (8, 0)  # older GPUs were not tried, and Triton drops them
+    least_capability: ClassVar = (8, 0)  # older GPUs were not tested
     source: ClassVar = (
         "the fusions of Ivanov et al., arXiv 2007.00072; dropout as in Tillet et al.'s Triton tutorials; "
         "Philox: Salmon et al., SC 2011"
@@ -115,7 +115,7 @@ class Fused(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the default settings, for supported models."""
+        """Yield the technique's default settings, for supported models."""
         if not cls.planning_objection(job):
             yield cls()
 
@@ -139,7 +139,7 @@ class Fused(Technique):
         else:
             model_type = type(module).__name__
             files = {type(one).__module__ for one in module.modules()}
-            names = {name.removesuffix("_text") for name in KNOWN}  # of files, which have other modules too
+            names = {name.removesuffix("_text") for name in KNOWN}  # other models are in these files too
             known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
         return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."
 

@@ -26,7 +26,7 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
     `recomputed_mlps` gated MLPs, from the first, recompute the product of gate and up in the backward pass.
     Raises `RecipeError` for a model without known modules, or without such an MLP.
     """
-    # Both run, since a model may contain an encoder and a decoder.
+    # Both are called, because a model may contain an encoder and a decoder.
     if not [*encoders.fuse(model), *decoders.fuse(model)]:
         raise RecipeError(
             f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
@@ -37,7 +37,7 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
     find_head: Any = getattr(model, "get_output_embeddings", None)
     head = find_head() if find_head else None
     if head is not None:
-        # A head may not exist, and its attribute is read by a loss in chunks only.
+        # Some models have no head. Only the chunked loss reads this attribute.
         setattr(head, LOSS_KERNEL, CrossEntropyKernel())
 
 
@@ -48,6 +48,6 @@ def _recompute_mlps(model: torch.nn.Module, count: int) -> None:
             f"fused(recomputed_mlps={count}): {type(model).__name__} has no gated MLP that 'fused' computes. "
             "Try 'fused', or 'first_layers'."
         )
-    # From the first layers on, whose backward pass comes last (`first_layers`).
+    # The first layers come first, because their backward pass is last (`first_layers`).
     for module in gated[:count]:
         setattr(module, RECOMPUTES, True)

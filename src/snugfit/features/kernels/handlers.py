@@ -24,7 +24,7 @@ class KernelsHandler(Handler):
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
 
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply new kernel settings to a model that already trains."""
+        """Apply new kernel settings to a model that is being trained."""
         if value is not None:
             self.wrap(value, live.model)
             yield f"kernels are those of {live.technique(self.slot)}"
@@ -54,7 +54,7 @@ class FusedHandler(KernelsHandler):
         """
         from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
-        # On a CPU the operations are plain torch, which a simulation of one must record.
+        # On a CPU the operations are plain torch, whose operators a simulation must record.
         return None if value is None or on_gpu else shapes_on_cpu
 
 
@@ -88,7 +88,7 @@ class LigerHandler(KernelsHandler):
         """Return the Python lines of an exported script that call Liger's function. The Trainer needs none,
         because an argument makes it call the function.
         """
-        # The Trainer applies Liger by its own argument.
+        # The Trainer applies Liger by one of its own arguments.
         if value is None or context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.parts.items())
@@ -117,8 +117,8 @@ class LogitsHandler(Handler):
             defer_logits(model, value)
 
     def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change the computation of logits in the head of a model that already trains, also if it was changed
-        before.
+        """Change the computation of logits in the head of a model that is being trained, even if it was
+        changed before.
         """
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 

@@ -45,7 +45,7 @@ _BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
 _LOADS, _STORES = ("load", *_BOTH), ("store", *_BOTH)
 
 _FLUSHES = 256 * MIB
-"""Bytes of the buffer with which Triton's autotuner flushes a GPU's cache."""
+"""Bytes of the buffer that Triton's autotuner writes to flush a GPU's cache."""
 
 
 class Access(NamedTuple):
@@ -76,7 +76,7 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
     def run_first(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
         key = id(tuner), *_key_of(tuner, given)
-        # The autotuner times settings before the first launch with each key, in every process.
+        # The autotuner times its configurations before the first launch with a new key, in every process.
         if isinstance(policy, CudaPolicy) and len(tuner.configs) > 1 and key not in timed:
             timed.add(key)
             _time_settings([given[name] for name in tuner.restore_value])
@@ -86,7 +86,7 @@ def triton_launches(policy: Policy, recorder: Recorder) -> Iterator[None]:
         for kind in (JITFunction, InterpretedFunction):
             undo.enter_context(patch.object(kind, "run", run))
         undo.enter_context(patch.object(Autotuner, "run", run_first))
-        undo.enter_context(quiet("transformers.configuration_utils"))  # no logs for reads by Liger
+        undo.enter_context(quiet("transformers.configuration_utils"))  # Liger's reads would log messages
         if isinstance(policy, CudaPolicy):
             undo.enter_context(_as_on(policy))
         yield
@@ -107,7 +107,7 @@ def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """Return the autotuner's cache key for a kernel's arguments (`Autotuner.run`,
     `triton/runtime/autotuner.py`)."""
     named = [given[name] for name in tuner.keys if name in given]
-    # Triton's own key has the dtypes of all tensor arguments.
+    # Triton's key contains the dtypes of all tensor arguments.
     dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
     return *named, *dtypes
 
@@ -136,7 +136,7 @@ def _access(function: Any) -> Access:
     assert isinstance(tree, ast.FunctionDef)
     roots = {one.arg: {one.arg} for one in tree.args.args}
     assignments = [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AugAssign))]
-    for _ in range(2):  # a pointer may be moved at the end of a loop, and used at its beginning
+    for _ in range(2):  # a pointer that is moved at the end of a loop may be used at its beginning
         for node in assignments:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             pointers = _pointers(node.value, roots)
@@ -185,7 +185,7 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
     files = [module for name, module in sys.modules.items() if name.startswith(_OPERATORS)]
     functions = {
         id(value): value
-        # Liger compares device types with the constant "cuda"; on shapes the type is "meta".
+        # Liger compares device types with "cuda", but in a simulation the type is "meta".
         for file in files
         for value in vars(file).values()
         if isinstance(value, FunctionType) and "cuda" in value.__code__.co_consts
@@ -201,7 +201,7 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
                 )
         for function in functions.values():
             code = function.__code__
-            # The code object is exchanged, since other modules hold references to the function.
+            # The code object is replaced, because other modules refer to the function itself.
             undo.callback(setattr, function, "__code__", code)
             constants = tuple("meta" if one == "cuda" else one for one in code.co_consts)
             function.__code__ = code.replace(co_consts=constants)

@@ -54,14 +54,14 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     wrapped: Any = model
-    # Liger knows the classes of transformers, not their adapters.
+    # Liger supports the classes of transformers, not adapters around them.
     base = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
     model_type = str(getattr(getattr(base, "config", None), "model_type", type(base).__name__))
     if why := liger_table.why_not_covered(model_type):
         raise RecipeError(why)
     kinds = dict.fromkeys(type(module) for module in base.modules())
     files = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.startswith(_FILES))
-    # Liger replaces names in these files, for every later model of the process.
+    # Liger replaces names in these modules, for every later model of the process.
     names = {name: dict(vars(sys.modules[name])) for name in files}
     # It also replaces forward passes of classes.
     forwards = {kind: vars(kind)["forward"] for kind in kinds if "forward" in vars(kind)}
@@ -75,7 +75,7 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
             f"Liger {version} fails on {type(base).__name__}: {error}. Try 'torch_kernels'."
         ) from error
     finally:
-        # Restored even on failure, or later models would run half of Liger.
+        # Names are restored even after an error. Otherwise later models would run some of Liger's kernels.
         for name, before in names.items():
             vars(sys.modules[name]).update(before)
         for kind, forward in forwards.items():
@@ -107,13 +107,13 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
     modeling file. Raises `RecipeError` where other functions of the file call them.
     """
     helpers = [value for value in vars(file).values() if isinstance(value, FunctionType)]
-    # A function outside of a class has one namespace for all models.
+    # A function outside of a class has one namespace for all models of the process.
     if any(_looks_up(helper, file, changed) for helper in helpers):
         raise RecipeError(
             f"Liger changes {', '.join(sorted(changed))} for every model of a process, and snugfit cannot do "
             f"it for one {type(model).__name__}. Try liger(rope=false)."
         )
-    # A namespace of its own in which the method finds Liger's functions.
+    # The method gets a namespace of its own, in which it finds Liger's functions.
     names = {**vars(file), **changed}
     kinds = dict.fromkeys(map(type, model.modules()))
     affected = {kind: [one for one in _methods(kind) if _looks_up(one[1], file, changed)] for kind in kinds}
@@ -128,13 +128,13 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the methods of a class by name, without their wrappers."""
-    # Inherited methods may look the functions up too.
+    """Yield the methods of a class by name, without decorators."""
+    # Inherited methods may use these functions too.
     members: dict[str, Any] = {}
     for one in reversed(kind.__mro__):
         members |= vars(one)
     for name, method in members.items():
-        # A decorated method has its code behind `__wrapped__`.
+        # The code of a decorated method is in `__wrapped__`.
         function = getattr(method, "__wrapped__", method)
         if isinstance(function, FunctionType):
             yield name, function

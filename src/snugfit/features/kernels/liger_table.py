@@ -16,8 +16,9 @@ from pathlib import Path
 
 _TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _NO_PARTS = {"model", "cross_entropy"}
-"""Parameters of Liger's functions that are not parts: the model, and a loss that is replaced for the whole
-process."""
+"""Parameters of Liger's functions that select no kernel of a model: the model itself, and a loss replaced for
+the whole process.
+"""
 
 PACKAGED = Path(__file__).with_name("liger_models.json")
 
@@ -53,7 +54,7 @@ def _read(source: str) -> Mapping[str, frozenset[str]]:
             parts[node.name] = frozenset(one.arg for one in node.args.args) - _NO_PARTS
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _TABLE:
             table = node.value if isinstance(node.value, ast.Dict) else None
-    # Another form of the source must not become an empty table.
+    # If the source has another form, an empty table would be wrong.
     if table is None:
         raise AttributeError(f"liger_kernel's {_TABLE}")
     pairs = zip(table.keys, table.values, strict=True)

@@ -28,13 +28,13 @@ from snugfit.job.kv_prefix import prompt_kind
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot, setup_of
 
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
-"""Names of tasks with one output for each token."""
+"""Tasks whose models have one output for each token."""
 
 OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
-"""Endings of class names of models with one output for each token."""
+"""Endings of transformers' class names of models with one output for each token."""
 
 FIRST_TOKEN_POOLED = ("bert", "roberta", "electra", "distilbert", "xlm-roberta", "camembert")
-"""Model types of transformers that classify a sequence by its first token."""
+"""Model types of transformers that classify a sequence by its first token's hidden state."""
 
 HALVES = ("bfloat16", "float16")
 
@@ -94,7 +94,7 @@ def _why_not(job: Job) -> str:
     module, model = job.model.module, job.model_class()
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
     known = job.task in TASKS if module is None else model.__name__.endswith(OF_A_TOKEN_EACH)
-    # A head for sequences is known only if it reads the first token.
+    # A head for sequences is supported only if it reads the first token.
     if model.__name__.endswith("ForSequenceClassification"):
         known = config.model_type in FIRST_TOKEN_POOLED
     if not known:
@@ -103,7 +103,7 @@ def _why_not(job: Job) -> str:
     if not getattr(model, "_supports_flash_attn", False) or config.is_encoder_decoder:
         return f"{model.__name__} does not support FlashAttention, whose kernels it needs."
     if module is not None and (kind := prompt_kind(module)):
-        # A prompt would have to be put into each sequence of the row.
+        # A prompt would have to be inserted into each sequence of the row.
         return (
             f"the model's {kind} adapters put a prompt before each sequence, and one row has one beginning."
         )

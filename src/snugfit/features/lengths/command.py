@@ -42,7 +42,7 @@ PLANNED = inspect.Parameter(
         ),
     ],
 )
-"""Option of `snugfit plan`."""
+"""The option `--lengths` of `snugfit plan`, as a parameter of the command."""
 
 Column = Annotated[str | None, given.option(given.JOB, "Column or key with the lengths. \\[length]")]
 Truncate = Annotated[
@@ -148,7 +148,7 @@ def _task_of(model: str | None) -> str | None:
     """
     from snugfit.job.model import Model
 
-    # An error about the model comes later, from the request.
+    # Errors about the model are raised later, by the request.
     with contextlib.suppress(SnugfitError):
         return Model.find(model, online=False).task if model else None
     return None

@@ -29,13 +29,14 @@ from snugfit.job.job import LARGEST_LENGTH
 from snugfit.user_files import load_json, refuse_no_file, refuse_unreadable
 
 LARGEST_FILE = 64 << 20
-"""Largest size in bytes of a file of lengths: ten million, a line each. More samples fit a histogram."""
+"""Largest size in bytes of a file of lengths: ten million lines. A histogram represents more samples."""
 
 _TOO_LARGE = ' Use a histogram instead: a .json file with {"128": 5000, ...}.'
 
 MOST_SAMPLES = 10**12
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "input_length", "input_ids")
-"""Default names of columns and keys; `length` is the default of transformers' Trainer."""
+"""Default names of columns and keys that contain lengths. `length` is the default of transformers' Trainer.
+"""
 
 FORMS = (".txt", ".csv", ".tsv", ".jsonl", ".json")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -54,15 +55,17 @@ class Lengths:
         "longest": (int, ""),
         "histogram": (Mapping[str, int], "Samples by their tokens."),
     }
-    """Keys that `to_json` adds, with types and sentences; an empty one is that of the property."""
+    """JSON keys that `to_json` adds, with their types and descriptions. An empty description is that of the
+    property.
+    """
     left_out_keys: ClassVar[tuple[str, ...]] = ("counts",)
-    """Fields that `to_json` omits."""
+    """Fields that `to_json` leaves out."""
 
     counts: tuple[tuple[int, int], ...]
-    """The histogram as pairs (tokens, samples), the shortest first."""
+    """Histogram of lengths as pairs (tokens, number of samples), the shortest first."""
 
     source: str = "given"
-    """The file of the lengths, or another name of their origin."""
+    """Name of the file that the lengths are from, or another name of their origin."""
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -114,7 +117,7 @@ class Lengths:
                 f"{source}: it has {sum(counts.values()):,} samples, and {MOST_SAMPLES:,} are allowed. "
                 "Divide the number of samples of each length by the same factor."
             )
-        # The unary plus drops lengths without samples.
+        # The unary plus drops lengths that no sample has.
         return cls(counts=tuple(sorted((+counts).items())), source=source)
 
     @property
@@ -183,12 +186,12 @@ class Lengths:
 
 
 def _length(value: object, where: str) -> int:
-    """Return the length in tokens that a value of the file means: a number, or a list of token ids."""
+    """Return the length in tokens that a value of a file represents: a number, or a list of token ids."""
     if isinstance(value, list):
         value = len(value)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = int(value.strip())
-    # A bool is an int in Python, but no length.
+    # In Python, a bool is an int, but it is not a length.
     if type(value) is not int:
         hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
         raise UsageError(

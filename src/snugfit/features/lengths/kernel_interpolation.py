@@ -29,13 +29,13 @@ class LengthSample(NamedTuple):
     """The simulated kernels of a training step at one sequence length."""
 
     length: int
-    """Tokens of a sequence."""
+    """Number of tokens in each sequence."""
 
     kernels: tuple[Kernel, ...]
-    """Kernels of the steady step."""
+    """Simulated kernels of the steady step (equal to all later ones)."""
 
     waits: tuple[int, ...]
-    """Indices of the kernels before which the host waits."""
+    """Indices of the kernels before which the host waits for the device."""
 
 
 class KernelInterpolator:
@@ -68,13 +68,13 @@ class KernelInterpolator:
 
 
 def _alike(kernels: Sequence[Kernel]) -> bool:
-    """Return True if these kernels, one of each simulated length, differ in sizes only."""
+    """Return True if these kernels, one for each simulated length, differ only in sizes."""
     plain = {kernel._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for kernel in kernels}
     return len(plain) == 1 and len({tuple(map(len, kernel.shapes)) for kernel in kernels}) == 1
 
 
 def _lagrange(known: Sequence[int], at: int) -> list[float]:
-    """Return the weights of three known values in quadratic (Lagrange) interpolation at the length `at`."""
+    """Return the weights of three known values for quadratic (Lagrange) interpolation at the length `at`."""
     weights = []
     for one in known:
         weight = 1.0
@@ -87,7 +87,7 @@ def _lagrange(known: Sequence[int], at: int) -> list[float]:
 
 def _kernel_at(law: Sequence[Kernel], weights: Sequence[float]) -> Kernel:
     def through(values: Sequence[int]) -> int:
-        # Equal sizes stay exact, without an error of rounding.
+        # Equal sizes stay exact, without a rounding error.
         if values[0] == values[1] == values[2]:
             return values[0]
         return max(0, round(sum(weight * value for weight, value in zip(weights, values, strict=True))))

@@ -17,8 +17,9 @@ from snugfit.prediction.rates import knows_alignment
 from snugfit.techniques.recipe import Recipe
 
 AS_FAST = 0.01
-"""Tolerance as a share of the best samples per second. Ways within it count as equally fast, and the simplest
-is chosen."""
+"""Greatest relative difference to the best samples per second that counts as equally fast. Among such ways of
+padding, the simplest is chosen.
+"""
 
 SIMPLEST = ("random", "grouped", "fixed")
 
@@ -28,16 +29,16 @@ class Cut:
     """Memory and step time with sequences truncated to a length, which changes the learned model."""
 
     at: int
-    """Greatest number of tokens in a sequence."""
+    """Largest number of tokens in a sequence; longer ones are truncated."""
 
     samples: float
-    """Share of the samples that are cut."""
+    """Share of the samples that are truncated, from 0 to 1."""
 
     tokens: float
-    """Share of the tokens that are lost."""
+    """Share of all tokens that are lost, from 0 to 1."""
 
     ways: tuple[Way, ...]
-    """Results of each way of padding on the truncated sequences."""
+    """Results of each way of padding for the truncated sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +55,22 @@ class LengthPlan(JsonDocument):
         "best": (Way | None, ""),
         "assumed": (bool, "True if the best way gains only by an assumed cost of unaligned rows."),
     }
-    """Keys that `to_json` adds, with types and sentences."""
+    """JSON keys that `to_json` adds, with their types and descriptions."""
 
     job: Job
-    """Job with the longest sequence."""
+    """The training job, with the dataset's longest sequence as its length."""
 
     recipe: Recipe
-    """Recipe of the training."""
+    """Recipe under which the ways of padding are compared."""
 
     gpu: Gpu
-    """GPU of the training."""
+    """GPU that the predictions are for."""
 
     loop: str
-    """Training loop by its name."""
+    """Name of the training loop."""
 
     memory_bytes: int | None
-    """Bytes that may be used."""
+    """Usable bytes of the GPU; None for no limit."""
 
     lengths: Lengths
     """Lengths of the dataset's samples."""
@@ -78,31 +79,31 @@ class LengthPlan(JsonDocument):
     """Results of each way of padding; empty if the model does not accept the longest sequence."""
 
     headroom_bytes: int = 0
-    """Bytes of `memory_bytes` that should stay free."""
+    """Bytes of `memory_bytes` that the plan keeps free."""
 
     cut: Cut | None = None
-    """Results with truncated sequences, if a truncation was requested."""
+    """Results for truncated sequences; None if no truncation was requested."""
 
     sizes: tuple[Size, ...] = ()
-    """Sizes that are slow on the device."""
+    """Sizes of the job or model that slow down its kernels, with faster ones."""
 
     bound: str = ""
-    """Resource that bounds the step of the longest batch."""
+    """Resource that limits the step with the longest batch."""
 
     steps: int = 0
-    """Number of steps that were drawn for each way."""
+    """Number of training steps drawn at random for each way of padding."""
 
     rehearsed: int = 0
-    """Number of lengths that were simulated; the seconds of all others are interpolated."""
+    """Number of simulated sequence lengths. Seconds of all others are interpolated."""
 
     off: float = 0.0
-    """Greatest relative error found in interpolated seconds."""
+    """Greatest relative error of interpolated seconds, at the tested lengths."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages that computed the plan."""
+    """Versions of the packages that computed the plan, by package name."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on the uncertain parts of the result."""
+    """Warnings about uncertain parts of the result."""
 
     def fits(self, way: Way) -> bool | None:
         """Return True if the step fits into memory with this way of padding. Return None if the model does
@@ -161,7 +162,7 @@ class PlanWithLengths(Plan):
     """A plan for the longest batch of a dataset, with the ways of padding under its best recipe."""
 
     lengths: LengthPlan
-    """Ways of padding under the best recipe."""
+    """Results of each way of padding under the plan's best recipe."""
 
 
 def _best(ways: Sequence[Way]) -> Way | None:

@@ -36,23 +36,29 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 SOME_PADDING = 0.5
-"""Share of padding in a padded batch. Its value changes no shape; only its presence matters."""
+"""Share of padding in the simulated batch. Only the presence of padding changes shapes, not its share."""
 
 FEW = 4
-"""Largest number of lengths that are all simulated: interpolation needs three and a test."""
+"""Up to this number of lengths, all are simulated. Interpolation needs three lengths and a test."""
 
 TOLERANCE = 1e-3
-"""Greatest relative error of the test length's seconds."""
+"""Greatest relative error of interpolated seconds at the test length. Above it, kernels are not interpolated.
+"""
 
 ROW = 8
-"""Number of elements to which a row of a stored attention mask is padded (`pad_bias`,
-`native/transformers/attention.cpp`)."""
+"""Rows of a stored attention mask are padded to a multiple of this number of elements (`pad_bias`,
+`native/transformers/attention.cpp`).
+"""
 
 MOST_KNOTS = 9
-"""Number of lengths to simulate if kernels cannot be interpolated; seconds between them are linear."""
+"""Number of simulated lengths if kernels cannot be interpolated. Seconds between them are interpolated
+linearly.
+"""
 
 TIMED_PER_CLASS = 32
-"""Number of lengths of one alignment that are timed; seconds between them are linear."""
+"""Number of lengths with one alignment whose seconds are computed. Seconds between them are interpolated
+linearly.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +66,19 @@ class Bytes:
     """Peak memory in bytes of a step whose sequences all have one length."""
 
     requested_bytes: int
-    """Peak of the bytes that tensors and kernels request."""
+    """Peak of the bytes that tensors and kernels request from the allocator."""
 
     allocated_bytes: int
-    """Peak of these bytes after the allocator's rounding."""
+    """Peak of the allocated bytes: requested bytes after the allocator's rounding."""
 
     reserved_bytes: int
     """Peak of the bytes that the allocator reserves on the device."""
 
     context_bytes: int
-    """Bytes of CUDA's context and libraries, outside the allocator."""
+    """Bytes of CUDA's context and libraries, outside of the allocator."""
 
     doubts: tuple[str, ...] = ()
-    """Sentences on the uncertain parts of these bytes."""
+    """Warnings about uncertain parts of these figures."""
 
     @property
     def needed_bytes(self) -> int:
@@ -84,7 +90,7 @@ class BatchShape(NamedTuple):
     """Properties of a batch that determine its kernels and their sizes."""
 
     length: int
-    """Tokens of each sequence."""
+    """Number of tokens in each sequence."""
 
     padded: bool
     """True if the batch contains padding."""
@@ -94,10 +100,10 @@ class LengthSeconds(NamedTuple):
     """Predicted seconds of a step for one sequence length."""
 
     step: float
-    """Seconds at the given rates."""
+    """Seconds of the step at the GPU's rates."""
 
     aligned: float
-    """Seconds at rates without a cost of rows that are not a multiple of 16 bytes."""
+    """Seconds of the step at rates without the extra cost of unaligned rows (no multiple of 16 bytes)."""
 
 
 @dataclass
@@ -105,29 +111,29 @@ class LengthProfiler:
     """Simulates one job under one recipe at the requested sequence lengths, each once."""
 
     job: Job
-    """The training job; its own length is ignored."""
+    """The training job. Its own sequence length is ignored."""
 
     recipe: Recipe
-    """Recipe of the training."""
+    """Recipe of the simulated steps."""
 
     gpu: Gpu
-    """GPU of the training."""
+    """GPU that the predictions are for."""
 
     loop: str = "plain"
-    """Training loop by its name."""
+    """Name of the training loop."""
 
     tell: Callable[[str], None] = lambda what: None
     """Function that receives progress messages."""
 
     rates: Rates = field(init=False)
-    """Rates of the GPU. Raises `GpuError` if they are unknown."""
+    """Kernel rates of the GPU. The constructor raises `GpuError` if they are unknown."""
 
     off: float = 0.0
-    """Greatest relative error of interpolated seconds."""
+    """Greatest relative error of interpolated seconds so far."""
 
     lines: bool = False
-    """True if some seconds are interpolated linearly between simulated lengths, because the kernels cannot be
-    interpolated.
+    """True if some seconds are interpolated linearly between simulated lengths, because the lengths' kernels
+    differ too much.
     """
 
     _samples: dict[BatchShape, LengthSample] = field(default_factory=dict)
@@ -147,7 +153,7 @@ class LengthProfiler:
         return dict.fromkeys(doubt for size in self._bytes.values() for doubt in size.doubts)
 
     def at(self, length: int, padded: bool) -> Job:
-        """Return the job with this sequence length, with padding or without. Raises `JobError` if the model's
+        """Return the job with this sequence length, with or without padding. Raises `JobError` if the model's
         position embeddings are too short.
         """
         return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
@@ -187,14 +193,14 @@ class LengthProfiler:
         priced = self._timing(trace).step_seconds
         clocks = KernelClock(self.rates), KernelClock(without_alignment_cost(self.rates))
         products = {kernel for kernel in trace.kernels if kernel.operator in MATRIX_PRODUCTS}
-        # If all products are aligned, both rates give the same seconds.
+        # If all matrix products are aligned, both sets of rates give the same seconds.
         if all(clocks[0].seconds(kernel) == clocks[1].seconds(kernel) for kernel in products):
             return LengthSeconds(priced, priced)
         return LengthSeconds(priced, self._timing(trace, without_alignment_cost(self.rates)).step_seconds)
 
     def seconds(self, lengths: Collection[int], padded: bool) -> dict[int, LengthSeconds]:
         """Return the predicted seconds of a step at each of these lengths, simulated or interpolated."""
-        alone = {1} & set(lengths)  # one token has no others to attend to: its kernels differ
+        alone = {1} & set(lengths)  # one token attends to no others, so its kernels differ
         return self._family(sorted(set(lengths) - alone), padded) | self._family(sorted(alone), padded)
 
     def _timing(self, trace: Trace, rates: Rates | None = None) -> StepSeconds:
@@ -214,7 +220,7 @@ class LengthProfiler:
         most, least = (rows, odd) if len(rows) > len(odd) else (odd, rows)
         knots = _spread(most if len(most) > FEW else lengths, 3)
         left = [length for length in (*least, *most) if length not in knots]
-        # The test has the other alignment if possible, where an error would show.
+        # If possible, the test length has the other alignment, at which an error would show.
         proof = _spread([length for length in left if length in least] or left, 1)[0]
         try:
             interpolator = KernelInterpolator([self.sample(length, padded) for length in knots])
@@ -225,14 +231,14 @@ class LengthProfiler:
             self.off = max(self.off, off)
             known = {length: self._exact(length, padded) for length in (*knots, proof)}
             return self._by_alignment_class(lengths, interpolator) | known
-        # Kernels may depend on the alignment of a mask's rows (`ROW`).
+        # Kernels may depend on the alignment of the attention mask's rows (`ROW`).
         if rows and odd:
             return self._family(rows, padded) | self._family(odd, padded)
         return self._line(lengths, padded)
 
     def _off(self, interpolator: KernelInterpolator, proof: int, padded: bool) -> float:
-        """Return the relative error of the interpolated seconds at the length `proof`, which is simulated as
-        a test.
+        """Return the relative error of the interpolated seconds at the length `proof`, which is also
+        simulated.
         """
         real = self.timing(proof, padded)
         if len(interpolator.at(proof).kernels) != len(self.sample(proof, padded).kernels):
@@ -291,8 +297,8 @@ def _trace(sample: LengthSample) -> Trace:
 
 
 def _spread(lengths: Sequence[int], count: int) -> list[int]:
-    """Return `count` of these lengths, evenly spaced, with the first and the last. For a count of one, return
-    the middle.
+    """Return `count` of these lengths, evenly spaced, with the first and the last one. For a count of one,
+    return the middle one.
     """
     if len(lengths) <= count:
         return list(lengths)

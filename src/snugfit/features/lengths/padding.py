@@ -53,45 +53,45 @@ class Way:
             "True if the longest batch fits; null without a memory limit. In `ways` of the document only.",
         )
     }
-    """Keys that a document adds, with types and sentences."""
+    """JSON keys that an output adds, with their types and descriptions."""
     optional_keys: ClassVar[tuple[str, ...]] = ("fits",)
-    """Keys that `best` of the document omits."""
+    """JSON keys that the entry `best` of an output leaves out."""
 
     order: str
-    """`fixed`, `random` or `grouped`."""
+    """Order of the samples: `fixed` (all padded to one length), `random`, or `grouped` by length."""
 
     multiple: int
-    """Multiple to which lengths are rounded up."""
+    """Lengths of batches are rounded up to a multiple of this number of tokens."""
 
     length: int
-    """Tokens of the longest possible batch."""
+    """Number of tokens per sequence in the longest possible batch."""
 
     needed_bytes: int | None = None
-    """Bytes that must be free on the device; None if the model does not accept so long a batch."""
+    """Bytes that must be free on the device; None if the model does not accept the longest batch."""
 
     reserved_bytes: int | None = None
-    """Bytes of `needed_bytes` that the allocator reserves."""
+    """Part of `needed_bytes` that the allocator reserves."""
 
     padding: float | None = None
-    """Share of padding in all tokens."""
+    """Share of padding among all tokens, from 0 to 1."""
 
     step_seconds: float | None = None
-    """Average seconds of a step."""
+    """Mean seconds of a step over the drawn steps."""
 
     aligned_step_seconds: float | None = None
-    """Average seconds of a step, without a cost of rows that are not a multiple of 16 bytes."""
+    """Mean seconds of a step without the extra cost of unaligned rows (no multiple of 16 bytes)."""
 
     longest_step_seconds: float | None = None
     """Seconds of the longest drawn step."""
 
     samples_per_second: float | None = None
-    """Average samples per second over the steps."""
+    """Mean samples per second over the drawn steps."""
 
     tokens_per_second: float | None = None
-    """Average tokens per second over the steps, without padding."""
+    """Mean tokens per second over the drawn steps, without padding."""
 
     why_not: str = ""
-    """Reason why this way is impossible."""
+    """Reason why this way of padding is impossible; empty if it is possible."""
 
 
 class Ways:
@@ -121,7 +121,7 @@ class Ways:
         return -(-self.lengths.longest // multiple) * multiple
 
     def shapes(self) -> Iterable[BatchShape]:
-        """Yield the shapes (length, and with padding or without) of all drawn batches."""
+        """Yield the shapes of all drawn batches: the length, and True for padding."""
         for drawn in self.drawn.values():
             for multiple in filterfalse(self.why_not.get, MULTIPLES):
                 yield from _shapes(drawn, multiple)
@@ -207,17 +207,20 @@ def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape,
 
 ORDERS = ("fixed", "random", "grouped")
 MULTIPLES = (1, 8, 64)
-"""Multiples to which lengths are rounded up (`pad_to_multiple_of`): none, tensor cores' 16 bytes, and
-tiles."""
+"""Multiples to which batch lengths are rounded up (`pad_to_multiple_of`): no rounding, tensor cores' 16
+bytes, and kernels' tiles.
+"""
 
 FEWEST_STEPS = 256
-"""Least number of global batches that are drawn; small datasets are repeated."""
+"""Least number of global batches that are drawn. Small datasets are repeated."""
 
 MOST_SAMPLES = 1 << 18
-"""Greatest number of samples that are drawn from a dataset. A larger batch raises it."""
+"""Greatest number of samples that are drawn from a dataset. A larger global batch raises it."""
 
 MEGABATCHES = 50
-"""Greatest number of global batches that are sorted together: transformers' own figure."""
+"""Greatest number of global batches whose samples are sorted together by length. transformers has the same
+number.
+"""
 
 
 @dataclass(frozen=True)
@@ -227,16 +230,16 @@ class DrawnBatches:
     """
 
     longest: Integers
-    """Tokens of the longest sample."""
+    """Number of tokens in the longest sample of each micro-batch."""
 
     shortest: Integers
-    """Tokens of the shortest sample."""
+    """Number of tokens in the shortest sample of each micro-batch."""
 
     tokens: Integers
-    """Tokens of all samples without padding."""
+    """Number of tokens in all samples of each micro-batch, without padding."""
 
     samples: int
-    """Number of samples in one micro-batch."""
+    """Number of samples in each micro-batch."""
 
     def padded_to(self, multiple: int) -> Integers:
         """Return the length of each micro-batch in tokens, rounded up to a multiple: (global batches,

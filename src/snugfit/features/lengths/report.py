@@ -16,7 +16,7 @@ from snugfit.report.text.page import Page, Sentence
 from snugfit.units import GIB, show_bytes
 
 ORDERS = {"fixed": "one length", "random": "at random", "grouped": "grouped"}
-"""Words for each order of the samples."""
+"""Description of each order of the samples in the report."""
 
 ASSUMPTION = (
     "Assumed, not measured on this GPU: the speed of a matmul whose rows are not a multiple of 16 bytes. "
@@ -202,7 +202,9 @@ def _cuts(size: Size) -> bool:
 
 
 def _means(size: Size) -> str:
-    """Return a sentence on the effect of changing a size, such as the vocabulary, and on how to change it."""
+    """Return a sentence on the effect of changing a size, such as the vocabulary, and the way to change
+    it.
+    """
     if size.what == "vocabulary":
         multiple = 64 if (size.instead or 0) % 64 == 0 else 8
         return f"add unused rows with resize_token_embeddings, to a multiple of {multiple}"

@@ -30,20 +30,21 @@ from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
 WORTH = 0.01
-"""Smallest gain in samples per second that is listed, as a share."""
+"""Smallest relative gain in samples per second that is listed."""
 
 FREE = 0.005
-"""Share of a step's seconds by which a larger batch may be slower and still count as equally fast."""
+"""Greatest relative slowdown of a step at which a larger batch still counts as equally fast."""
 
 MULTIPLES = (8, 64)
 STEEP = 2
-"""Least ratio of saved seconds to saved length at which a shorter length ends a tile or a wave.
+"""Least ratio of saved seconds to saved length, both relative, from which a shorter length ends a tile or a
+wave.
 
 Attention alone makes shorter sequences slightly faster, token by token.
 """
 
 NEAR = 4
-"""Divisor of the job's batch size that gives the largest distance of listed batch sizes: a fourth."""
+"""Divisor of the job's batch size. Listed batch sizes differ from it by at most a fourth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +52,31 @@ class Size:
     """A size (such as the vocabulary) that is slow on the device, and a faster one."""
 
     what: str
-    """`vocabulary`, `sequence length`, `batch` or `width`."""
+    """Name of the slow size: `vocabulary`, `sequence length`, `batch` or `width`."""
 
     given: int
-    """The size in the job."""
+    """The slow size, as it is in the job or the model."""
 
     instead: int | None
-    """The faster size; None for a width, which belongs to the model."""
+    """The faster size; None for a width of the model, which cannot be changed."""
 
     gain: float
-    """Gain in samples per second, as a share; in tokens per second if sequences get shorter."""
+    """Relative gain in samples per second, or in tokens per second if sequences get shorter."""
 
     more_bytes: int | None = None
-    """Additional bytes on the device; negative if it takes less."""
+    """Bytes that the faster size needs in addition on the device; negative if it needs less."""
 
     step_seconds: float | None = None
-    """Seconds of a step with the other size."""
+    """Seconds of a step with the faster size."""
 
     proposed: bool = False
-    """True if the change does not affect the learned model."""
+    """True if the change has no effect on the trained model."""
 
     assumed: bool = False
-    """True if the gain depends on the assumed cost of unaligned rows alone."""
+    """True if the gain only depends on the assumed cost of unaligned rows."""
 
     where: str = ""
-    """Name of a module that has this width."""
+    """Name of a module that has this width; empty for other sizes."""
 
 
 def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size, ...]:
@@ -91,7 +92,9 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
 
 @dataclass(frozen=True)
 class _At:
-    """A simulated training step of one job and sequence length, to be compared with steps of other sizes."""
+    """A simulated training step of one job and sequence length, which steps of other sizes are compared
+    with.
+    """
 
     profiler: LengthProfiler
     length: int
@@ -123,8 +126,8 @@ class _At:
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
     def steep(self, other: _At, share: float) -> bool:
-        """Return True if the other step saves far more than the fraction `share` of the seconds. Its length
-        is smaller by `share`.
+        """Return True if the other step saves a far larger share of seconds than `share`, the share by which
+        it is shorter.
         """
         return 1 - other.seconds() / self.seconds() > STEEP * share
 
@@ -154,7 +157,7 @@ def _vocabulary(at: _At) -> Iterator[Size]:
     for size in sorted({up(rows, multiple) for multiple in MULTIPLES} - {rows}) if rows else ():
         other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
         candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
-        # More padding must be clearly better than less.
+        # A larger multiple must be clearly faster than a smaller one.
         if best is None or candidate.gain > best.gain + WORTH:
             best = candidate
     if best is not None and best.gain > WORTH:
@@ -176,7 +179,7 @@ def _length(at: _At) -> Iterator[Size]:
         try:
             other = replace(at, length=size, padded=at.padded or size > length)
             one = at.instead("sequence length", length, other, size, tokens=size < length)
-        except SnugfitError:  # past the model's last position
+        except SnugfitError:  # the length exceeds the model's last position
             continue
         if size > length or at.steep(other, 1 - size / length):
             candidates.append(replace(one, proposed=size > length))
@@ -198,7 +201,7 @@ def _batch(at: _At) -> Iterator[Size]:
     low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
     steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
     seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
-    # Interpolation needs three sizes, and others between them.
+    # Interpolation needs three simulated sizes, with others between them.
     if len(steps) == 2 and high - low > 2:
         seconds |= _between(at, steps, samples)
     smaller = max((size for size in seconds if size <= samples), key=lambda size: size / seconds[size])
@@ -235,7 +238,7 @@ def _widths(at: _At) -> Iterator[Size]:
     """
     job = at.profiler.job
     samples = job.batch_size // at.profiler.recipe.setup().micro_batches
-    # These sizes belong to the job, and only widths of the model are reported here.
+    # These sizes come from the job, while this function only reports widths of the model.
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
     of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))

@@ -18,8 +18,9 @@ from snugfit.training.checkpoint.facts import CONTENT, Facts, settings_of
 from snugfit.training.rng import preserve_rng
 
 READ = 8
-"""Number of samples in a dataset's fingerprint (chosen). Other data differs in nearly all samples, and
-reading pictures takes time."""
+"""Number of samples in the fingerprint of a dataset (chosen). Other data differs in nearly all samples, and
+reading pictures takes time.
+"""
 
 
 def loader_facts(loader: Any) -> Facts:
@@ -32,7 +33,7 @@ def loader_facts(loader: Any) -> Facts:
         **settings_of("loader.collate_fn", getattr(loader, "collate_fn", None)),
         **dataset_facts(getattr(loader, "dataset", None)),
     }
-    # An epoch is progress, and the batch size is compared by itself.
+    # The epoch is progress, and the batch size is compared separately.
     return {name: value for name, value in facts.items() if not name.endswith((".epoch", ".batch_size"))}
 
 
@@ -44,7 +45,7 @@ def dataset_facts(dataset: Any) -> Facts:
     count = count_of(dataset)
     if not count or not hasattr(dataset, "__getitem__"):
         return {}
-    # Reading may advance the dataset's own generators.
+    # Reading samples may advance the random generators of the dataset.
     own = OwnState(dataset)
     before = own.state()
     try:
@@ -64,7 +65,7 @@ def dataset_facts(dataset: Any) -> Facts:
 
 
 def _same_twice(dataset: Any, index: int) -> list[tuple[str, str]]:
-    """Return the names and fingerprints of those values of a sample that are equal in two reads."""
+    """Return fingerprints, by name, of those values of a sample that are equal in two reads."""
     first, second = (dict(_values(_sample(dataset, index))) for _ in range(2))
     return sorted((name, value) for name, value in first.items() if second.get(name) == value)
 

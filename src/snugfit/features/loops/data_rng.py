@@ -24,18 +24,17 @@ from snugfit.training.rng import (
 )
 
 LOOKS = 5
-"""Number of reads of the states, from an epoch's start to its second batch, that also search for new
-generators."""
+"""Number of reads of the generators' states at the start of an epoch that also search for new generators."""
 
 
 class DataRngStates(NamedTuple):
     """States of all random generators that a loader and its dataset use."""
 
     host: HostRngStates
-    """States of the process's generators for the data."""
+    """States of the random generators on the host: Python's, NumPy's and torch's."""
 
     own: State
-    """States of the data's own generators, and its counters."""
+    """States of the dataset's and loader's own generators, and of their counters."""
 
     def to_json(self) -> list[Any]:
         """Return the generators' states as JSON values, which `states_from_json` reads."""
@@ -57,7 +56,7 @@ class DataRng:
     def __init__(self, loader: Any = None) -> None:
         self._own, self._looks = OwnState(loader), 0
         self.now = self.at_epoch_start = self.states()
-        """States for the next fetch, and those from which this epoch's order was drawn."""
+        """Generator states for the next batch, and those from which this epoch's order was drawn."""
 
     def watch(self, loader: Any) -> None:
         """Find the random generators inside this loader's objects, and include them from now on."""

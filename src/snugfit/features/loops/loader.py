@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 SAMPLED = 4096
-"""Values of a tensor that enter a fingerprint, spread over it.
+"""Number of values of a tensor that enter its fingerprint, spread evenly.
 
 Noise changes nearly all values. Reading every value of a batch of pictures would take longer than creating
 it.
@@ -84,7 +84,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         value = torch.from_numpy(numpy.ascontiguousarray(value))
     if isinstance(value, torch.Tensor):
-        # Equal bytes in another shape are another batch.
+        # Equal bytes of another shape are a different batch.
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
             flat = value.detach().flatten()[:: max(1, value.numel() // SAMPLED)].contiguous()
@@ -94,7 +94,7 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield str(name).encode()
             yield from _parts(inner)
     elif isinstance(value, list | tuple):
-        # The length keeps [[a], b] and [[a, b]] apart.
+        # The length distinguishes [[a], b] from [[a, b]].
         yield str(len(value)).encode()
         for inner in value:
             yield from _parts(inner)
@@ -115,7 +115,7 @@ def count_of(things: Any) -> int | None:
 
 
 def made_like(loader: Any, **changed: Any) -> Any:
-    """Return a copy of a torch `DataLoader` with some constructor arguments changed."""
+    """Return a copy of a torch `DataLoader` with these constructor arguments changed."""
     import torch
 
     names = [
@@ -123,7 +123,7 @@ def made_like(loader: Any, **changed: Any) -> Any:
         "multiprocessing_context", "generator", "in_order",
     ]  # fmt: skip
     is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    # torch refuses a sampler for a stream.
+    # torch allows no sampler for an iterable dataset
     names += ["batch_size", "drop_last"] if is_stream else ["batch_sampler"]
     return torch.utils.data.DataLoader(**{**{name: getattr(loader, name) for name in names}, **changed})
 
@@ -179,15 +179,15 @@ def batches_from(
     renew_workers(loader)
     if not position:
         return iter(loader)
-    # The last trained batch is created again for the comparison.
+    # The last trained batch is loaded again for the comparison.
     passed = position - (last is not None)
-    # Without workers the sampler can be advanced alone, so that skipped batches are not created.
+    # Without workers the sampler alone is advanced, so that skipped batches are not loaded.
     named = _Named(loader.batch_sampler) if is_plain(loader) and not loader.num_workers else None
     batches: Iterator[Any] = iter(loader if named is None else made_like(loader, batch_sampler=named))
     for _ in range(passed):
         next(batches if named is None else named.names, None)
     if named is not None and last is not None:
-        # The skipped batches have drawn no random numbers, so the state before this one is set.
+        # The skipped batches have drawn no random numbers, so the states before this batch are restored.
         rng.set(last.before)
     if last is not None and fingerprint_of(next(batches, None)) != last.fingerprint:
         raise SnugfitError(
@@ -236,19 +236,21 @@ class DataPosition:
 
     def __init__(self, loader: Any = None) -> None:
         self.rng = DataRng(loader)
-        """Generators of the data."""
+        """Random generators of the loader and its dataset."""
 
         self.marks: dict[int, BatchMark] = {}
-        """Marks of the epoch's batches from the last trained one on, by their index."""
+        """Fingerprints and generator states of the epoch's batches, from the last trained one on, by index of
+        the batch.
+        """
 
         self.used = 0
-        """Number of the epoch's trained batches."""
+        """Number of trained batches in this epoch."""
 
         self._saved: Mapping[str, Any] | None = None
         self._epoch = self._made = 0
         self._is_exhausted = False
         self.epoch_is_over = False
-        """True after an epoch's last batch, while its end is processed."""
+        """True from an epoch's last batch until the work at its end is done."""
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Restore the random generators to the states in a checkpoint."""
@@ -280,18 +282,18 @@ class DataPosition:
         self._is_exhausted = self.epoch_is_over = False
         self.marks.clear()
         if saved is not None:
-            # The order is drawn at the epoch's beginning, so a continued epoch starts from that state.
+            # The order is drawn at the start of an epoch, so a continued epoch begins with those states.
             self.rng.resume(**_states_of(saved, "began" if skipped else "now"))
         if not skipped:
             self.rng.begin_epoch()
         if skipped and saved and not saved.get("left", True):
-            return ()  # accelerate's loaders of streams raise where there is no batch
+            return ()  # accelerate's loaders raise this error if an iterable dataset has no batch
         return loader
 
     def end_epoch(self) -> None:
         """Mark all batches of the epoch as used, before the Trainer logs and saves at its end."""
         self.epoch_is_over = True
-        if self._saved is not None and not self._made:  # none was left when the run was resumed
+        if self._saved is not None and not self._made:  # the epoch had no batches left at the resume
             self.rng.resume(**_states_of(self._saved, "now"))
 
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -314,12 +316,12 @@ class DataPosition:
 
     def use(self, batches: int) -> None:
         """Count this many batches as used by a training step."""
-        # The mark of the last trained batch stays for the comparison after a resume.
+        # The mark of the last trained batch is kept for the comparison after a resume.
         self.marks = {index: mark for index, mark in self.marks.items() if index >= self.used - 1}
         self.used += batches
 
     def unuse(self, batches: int) -> None:
-        """Return `batches` batches of a failed step to the epoch, so that they are yielded again."""
+        """Return `batches` batches of a failed step to the epoch, so that it yields them again."""
         self.used -= batches
 
     # ---- state for checkpoints ---------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def position_of(saved: Mapping[str, Any], rows: int, *, more: Fraction = ONCE) -
     """Return the epoch in a checkpoint, and its number of trained batches of `rows` samples in each
     process.
     """
-    # If the batches have another size now, a partly trained one counts as trained.
+    # If the batch size has changed, a partly trained batch counts as trained.
     return saved["epoch"], math.ceil(saved["place"] * saved["rows"] * more / rows)
 
 
@@ -367,7 +369,7 @@ class _WatchedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        # `self._loader` would recurse without end in a copy that does not have the attribute yet.
+        # In a copy without this attribute, `self._loader` would recurse endlessly.
         return getattr(vars(self)["_loader"], name)
 
 
@@ -419,7 +421,7 @@ def _first_of(loader: Any, device: torch.device) -> Any:
                 return next(iter(loader), None)
             except SnugfitError:
                 raise
-            except Exception as error:  # from the user's dataset or collate function
+            except Exception as error:  # raised by the user's dataset or collate function
                 raise UsageError(
                     f"The first batch could not be made ({type(error).__name__}: {one_line(error)}). Try it "
                     "without snugfit: next(iter(loader)), or next(iter(trainer.get_train_dataloader()))."

@@ -24,20 +24,21 @@ from typing import Any, final
 from snugfit.errors import SnugfitError
 
 DEEPEST = 5
-"""Largest number of references from the loader to an object that is searched."""
+"""Largest number of references between the loader and an object that is searched for generators."""
 
 LARGEST = 64
-"""Largest number of entries of a list or mapping that is searched, since a larger one contains samples."""
+"""Largest length of a list or mapping that is searched. A longer one contains samples."""
 
 MOST = 2_000
-"""Largest number of objects that are searched."""
+"""Largest number of objects that are searched in one loader."""
 
 LIBRARIES = frozenset({"accelerate", "datasets", "logging", "numpy", "torch", "torchvision", "transformers"})
-"""Packages whose objects are not searched for counters, since they contain none of the user's."""
+"""Packages whose objects are not searched for counters, because these would not be the user's."""
 
 State = dict[str, Any]
-"""The type of the states by attribute path, such as `dataset.rng`: a JSON value, or [kind, state] of a
-generator."""
+"""The type of generator states by attribute path, such as `dataset.rng`. A value is JSON data, or [kind,
+state] of a generator.
+"""
 
 
 @final
@@ -98,7 +99,7 @@ class _Attribute:
         before = self.value()
         if isinstance(state, list) and _kind_of(before) == state[0]:
             _SET[state[0]](before, state[1])
-        elif self._owner is not None and before != state:  # frozen dataclasses, too
+        elif self._owner is not None and before != state:  # the object may be a frozen dataclass
             vars(self._owner)[self._name] = _new_generator(*state) if isinstance(state, list) else state
 
     def remove(self) -> None:
@@ -141,12 +142,12 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
         for name, child, owner in _children(value):
             inner = f"{path}.{name}" if path else name
             if _kind_of(child) is not None:
-                # Several paths may lead to one generator, which is stored once.
+                # Several attribute paths may lead to one generator, which is stored once.
                 if id(child) not in visited:
                     visited.add(id(child))
                     yield inner, _Attribute(owner, name, child)
             elif child is None or isinstance(child, bool | int | float):
-                # A None may become a generator with the first batch.
+                # An attribute that is None may become a generator with the first batch.
                 if owner is not None and (child is None or not _is_librarys(owner)):
                     yield inner, _Attribute(owner, name, child)
             else:
@@ -154,8 +155,8 @@ def _attributes(loader: Any) -> Iterator[tuple[str, _Attribute]]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and value of each attribute or element, and the object that contains it. That object is
-    None if the value cannot be replaced.
+    """Yield the name and value of each attribute or element of a value, and the object that contains it. That
+    object is None if the value cannot be replaced.
     """
     import numpy
     import torch
@@ -177,7 +178,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents, None
-            except ValueError:  # not filled yet
+            except ValueError:  # the cell has no value yet
                 continue
     else:
         held = getattr(value, "__dict__", None)
@@ -224,7 +225,7 @@ _GET: dict[str, Callable[[Any], Any]] = {
 _SET: dict[str, Callable[[Any, Any], None]] = {
     # `new_tensor` has the dtype (uint8) that torch requires of a state.
     "torch": lambda generator, state: generator.set_state(generator.get_state().new_tensor(state)),
-    # JSON has made a list of the inner tuple, which `setstate` requires.
+    # JSON has changed the inner tuple to a list, while `setstate` requires a tuple.
     "python": lambda generator, state: generator.setstate((state[0], tuple(state[1]), state[2])),
     "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
     "numpy.RandomState": lambda generator, state: generator.set_state(state),

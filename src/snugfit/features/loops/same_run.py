@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.manifest import Checkpoint
 
 FREE_SLOTS = CHANGING | {Slot.LOADING, Slot.MATMUL, Slot.OPTIMIZER}
-"""Slots that may differ when a run is resumed; an optimizer is compared by its facts."""
+"""Slots (choices of a recipe) whose technique may differ when a run is resumed. Optimizers are compared by
+their facts.
+"""
 
 
 def refuse_another_run(
@@ -36,7 +38,7 @@ def refuse_another_run(
     cure: str,
     warned: Sequence[str] = (),
 ) -> None:
-    """Compare a checkpoint's description of its run with the current one, `now`.
+    """Compare a checkpoint's description of its run with that of the current run, `now`.
 
     The entries `names`, the recipe in the entry `recipe`, and the facts are compared. Raises `UsageError` for
     another run's checkpoint. A difference that changes the bits of the results, such as one in `warned`,
@@ -57,7 +59,7 @@ def recipe_differences(before: str, now: str) -> tuple[list[str], list[str]]:
     """
     try:
         old, new = Recipe.parse(before), Recipe.parse(now)
-    except SnugfitError:  # a technique unknown to this snugfit
+    except SnugfitError:  # this version of snugfit does not have the technique
         return differences({"recipe": before}, {"recipe": now}), []
     other = [slot for slot in Slot if old[slot] != new[slot]]
     if not other:

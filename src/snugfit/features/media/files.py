@@ -25,7 +25,7 @@ def path_in(value: Any, folder: Path) -> str | None:
     """Return the path of the media file that a row's value names; None if the value contains the file itself.
     A relative path begins in `folder`.
     """
-    # A mapping with bytes contains the file itself, and its path is only a name.
+    # If a mapping contains bytes, these are the file, and its path is only a name.
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     if not isinstance(value, str | os.PathLike):
@@ -38,16 +38,16 @@ class MediaEntry:
     """A row's value in the column of pictures or sounds, and the location of the row."""
 
     value: Any
-    """A path, bytes, a mapping of both, or decoded content."""
+    """Picture or sound of a dataset's row: a path, bytes, a mapping of both, or decoded content."""
 
     rate: Any = None
-    """Samples per second of an array of sound, as given by the row."""
+    """Samples per second of a sound that is an array, from the row; None if unknown."""
 
     where: str
-    """Location of the row, for messages."""
+    """Position of the row in the dataset, for messages."""
 
     folder: Path
-    """Base folder of a relative path."""
+    """Folder that relative paths start from."""
 
     @property
     def path(self) -> str | None:
@@ -92,5 +92,5 @@ class MediaEntry:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape for an error message: `3 x 224 x 224`."""
+    """Return a shape as text for an error message, such as `3 x 224 x 224`."""
     return " x ".join(map(str, shape))

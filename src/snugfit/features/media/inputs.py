@@ -37,31 +37,37 @@ if TYPE_CHECKING:
     import torch
 
 USUAL_PIXELS = 224
-"""Height and width of ImageNet's pictures as networks take them."""
+"""Height and width in pixels of pictures in networks for ImageNet."""
 
 SECONDS = 30
 FRAMES = 100 * SECONDS
-"""Number of frames of a spectrogram of 30 s with a hop of 10 ms, as all extractors of transformers for speech
-have it."""
+"""Number of frames in a spectrogram of 30 seconds with a hop of 10 ms, as in transformers' feature extractors
+for speech.
+"""
 
 SAMPLE_RATE = 16_000
-"""Samples per second of the extractors for speech, unless a config names another rate."""
+"""Samples per second of feature extractors for speech, unless a config has another rate."""
 
 BINS_FIRST = frozenset({"glmasr", "qwen3_asr", "voxtral_realtime"})
-"""Architectures whose spectrograms have mel bins first, and whose configs name no source positions."""
+"""Model types whose spectrograms have mel bins as the first dimension, although their configs have no source
+positions.
+"""
 
 STACKED_FRAMES = 6
-"""FunASR's extractor stacks seven frames, one stack for every sixth frame (`stride_lfr`)."""
+"""Distance of stacked frames in FunASR's extractor. It stacks seven frames, once every six frames
+(`stride_lfr`).
+"""
 
 PIANO_FRAMES = 22_050 * SECONDS // 1_024
-"""Pop2Piano's spectrogram: 22,050 Hz and a hop of 1,024 samples."""
+"""Number of frames in Pop2Piano's spectrogram of 30 seconds: 22,050 Hz and a hop of 1,024 samples."""
 
 
 VIBEVOICE_SAMPLES = 24_000 * SECONDS
-"""VibeVoice's extractor takes 24,000 Hz, and gives one channel."""
+"""Number of samples in 30 seconds for VibeVoice's extractor, which takes 24,000 Hz and returns one channel.
+"""
 
 MIMI_HOP = 8
-"""Frames of 10 ms in one of Mimi's codec frames, which has 12.5 a second.
+"""Number of 10 ms frames in one frame of Mimi's codec, which has 12.5 frames a second.
 
 A text token and codes share each codec frame.
 """
@@ -72,7 +78,7 @@ class PictureInput(SampleInputs):
     """The shape of a model's picture input, which creates synthetic batches."""
 
     shape: tuple[int, ...]
-    """The shape (C, H, W), or (P, D) of patches."""
+    """Shape of one picture: (C, H, W), or (P, D) for patches."""
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
         """Return pictures (B, C, H, W), or patches (B, P, D) with their mask and their height and width."""
@@ -80,7 +86,7 @@ class PictureInput(SampleInputs):
 
         batch = {"pixel_values": torch.randn(samples, *self.shape, generator=generator, device="cpu")}
         if len(self.shape) == 2:
-            # SigLIP 2 takes the number of rows and columns of patches beside them.
+            # SigLIP 2 also takes the numbers of rows and columns of patches.
             rows = math.isqrt(self.shape[0])
             ones = torch.ones(samples, self.shape[0], dtype=torch.long, device="cpu")
             batch["pixel_attention_mask"] = ones
@@ -94,24 +100,24 @@ class SoundInput(SampleInputs):
     """The shape of a model's sound input, which creates synthetic batches."""
 
     name: str
-    """Name of the argument of `forward`."""
+    """Name of the argument of the model's `forward`."""
     shape: tuple[int, ...]
-    """Shape of one sample, as in the table."""
+    """Shape of one sound, as in the class's table."""
     mask: str = ""
-    """Argument that masks the padding of the frames; empty where a model needs no mask."""
+    """Name of the argument that masks padding frames; empty if the model needs no mask."""
     tokens: int = 0
-    """Number of tokens of a language model's sequence that the sound replaces; 0 with a decoder of its
-    own."""
+    """Number of placeholder tokens in a language model's sequence that the sound replaces; 0 for an
+    encoder-decoder model.
+    """
     token: int = 0
-    """Id of the placeholder token."""
+    """Id of the placeholder token that the sound replaces."""
     added: bool = False
-    """True if the sound is added to the tokens' embeddings, one for one, instead of replacing placeholders
-    between them."""
+    """True if the sound is added to the tokens' embeddings, one for one, and replaces no placeholders."""
 
     codes: int = 0
-    """Upper bound of a codec's codes, which replace the wave; 0 without a codec."""
+    """Number of distinct codes of an audio codec, which replace the wave; 0 without a codec."""
     frames_first: bool = False
-    """True if the frames are the first dimension of a sample."""
+    """True if frames are the first dimension of a sample, before mel bins."""
 
     @property
     def frames(self) -> int:
@@ -124,7 +130,7 @@ class SoundInput(SampleInputs):
         """
         import torch
 
-        # A codec's stream has codes in the place of a wave.
+        # A codec's input has codes instead of a wave.
         if self.codes:
             shape = (samples, *self.shape)
             return {self.name: torch.randint(self.codes, shape, generator=generator, device="cpu")}
@@ -137,10 +143,10 @@ class SoundInput(SampleInputs):
         if self.added:
             return batch | {"input_ids": shapes.ids(samples, self.tokens, generator)}
         job, targets = shapes.job, shapes.job.target_length
-        # In seq2seq-lm, text tokens are between the sound and the target.
+        # Under seq2seq-lm, text tokens are between the sound and the target.
         asked = job.sequence_length if job.task is Task.SEQ2SEQ_LM else 0
         ids = shapes.ids(samples, asked + targets, generator)
-        # A random placeholder would mark a sound that is not there.
+        # A random placeholder token would mark a sound that does not exist.
         ids[ids == self.token] = (self.token + 1) % shapes.vocabulary
         ids = torch.cat([torch.full((samples, self.tokens), self.token, device="cpu"), ids], dim=1)
         if not job.padding:
@@ -162,7 +168,7 @@ class SoundInput(SampleInputs):
         if not self.tokens:
             return None
         labels = inputs["input_ids"].clone()
-        # Only the target is learned; a sound that is added has a label for each token but the first.
+        # The loss covers only the target. A sound that is added has a label for each token but the first.
         labels[:, : 1 if self.added else -shapes.job.target_length] = IGNORED
         if "attention_mask" in inputs:
             labels[inputs["attention_mask"] == 0] = IGNORED
@@ -191,7 +197,7 @@ def sound(config: Any) -> SoundInput | None:
         mask, shape = _MASKS.get(model_type, "input_features_mask"), _features(model_type, part)
         if not shape:
             return SoundInput("input_values", (1, VIBEVOICE_SAMPLES), mask, tokens, token or 0)
-        # Configs with source positions are Whisper's, whose features have bins first.
+        # Configs with source positions belong to Whisper, whose features have mel bins first.
         bins_first = model_type in BINS_FIRST or getattr(part, "max_source_positions", None) is not None
         added = model_type == ADDED
         return SoundInput("input_features", shape, mask, tokens, token or 0, added, 0, not bins_first)
@@ -200,7 +206,7 @@ def sound(config: Any) -> SoundInput | None:
         return SoundInput("input_ids", streams, codes=min(config.vocab_size, config.codebook_vocab_size))
     if model_type == "pop2piano":
         return SoundInput("input_features", (PIANO_FRAMES, config.d_model))
-    if not config.is_encoder_decoder or model_type == "dia":  # Dia speaks: its input is text
+    if not config.is_encoder_decoder or model_type == "dia":  # Dia generates speech, so its input is text
         return None
     shape = _features(model_type, part)
     return SoundInput("input_features", shape) if shape else SoundInput("input_values", _wave(part))
@@ -212,13 +218,13 @@ def hears_in_place_of_tokens(model_type: str) -> bool:
 
 
 _ENCODERS = ("audio_config", "encoder_config", "encoder", "acoustic_tokenizer_encoder_config", "asr_config")
-"""Keys of configs that contain the config of a sound encoder."""
+"""Keys of configs whose value is the config of a sound encoder."""
 
 
 def _encoder(config: Any) -> Any:
-    """Return the config of the sound encoder; of several nested ones the innermost."""
+    """Return the config of the sound encoder; of several nested ones, the innermost."""
     for key in _ENCODERS:
-        # An integer under such a key is a size and no config.
+        # An integer under this key is a size, not a config.
         if (part := getattr(config, key, None)) is not None and not isinstance(part, int):
             return _encoder(part)
     return config
@@ -228,7 +234,7 @@ def _features(model_type: str, part: Any) -> tuple[int, ...]:
     """Return the shape of a spectrogram; empty if the model takes the waveform itself."""
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
-    if getattr(part, "conv_dim", None):  # wav2vec 2.0 and its kind have convolutions over the wave
+    if getattr(part, "conv_dim", None):  # wav2vec 2.0 and similar models have convolutions over the wave
         return ()
     if stacked:
         return FRAMES // 2, stacked
@@ -277,7 +283,9 @@ _TOKENS: Mapping[str, Callable[[Any, Any], int]] = {
     "voxtral": lambda config, ear: int(ear.max_source_positions * ear.hidden_size / ear.intermediate_size),
     "voxtral_realtime": lambda config, ear: FRAMES // config.audio_length_per_tok,
 }
-"""Number of tokens for 30 seconds, as computed by `get_audio_features` of each architecture."""
+"""Functions that return the number of tokens for 30 seconds of sound, by model type, as `get_audio_features`
+computes it.
+"""
 
 
 def _window_tokens(config: Any) -> int:
@@ -292,11 +300,10 @@ _MASKS = {
     "granite_speech": "", "granite_speech_plus": "", "voxtral": "", "voxtral_realtime": "",
     "qwen2_audio": "feature_attention_mask", "vibevoice": "padding_mask", "vibevoice_asr": "",
 }  # fmt: skip
-"""Name of the argument for the mask of the frames, by architecture, if it is not the usual one; empty for
-none."""
+"""Name of the argument that masks frames, by model type, if it is not the usual one; empty for none."""
 
 ADDED = "voxtral_realtime"
-"""Architecture that adds a sound to its tokens' embeddings, one for one, instead of inserting it."""
+"""Model type that adds a sound to its tokens' embeddings, one for one, and inserts no tokens for it."""
 
 
 class Pictures(ModelInputs):

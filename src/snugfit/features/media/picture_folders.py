@@ -48,12 +48,12 @@ class ClassFolders(Rows):
             pictures = self._pictures(folder / name)
             names += [os.fsencode(picture) for picture in pictures]
             owners += [number] * len(pictures)
-        self._names = np.array(names)  # bytes, one to each picture
-        self._owners = np.array(owners, dtype=np.int32)  # the number of each picture's class
+        self._names = np.array(names)  # file names as bytes, one for each picture
+        self._owners = np.array(owners, dtype=np.int32)  # index of the class of each picture
 
     def _pictures(self, folder: Path) -> list[str]:
         """Return the sorted names of this folder's pictures."""
-        # `scandir` has no fixed order, and samples need one in every run.
+        # `scandir` has no fixed order, while samples must have the same order in every run.
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         entries = [entry for entry in entries if not entry.name.startswith(".")]
         if inner := next((entry for entry in entries if entry.is_dir()), None):

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode with 8 bits a channel, by the number of channels."""
+"""Pillow's modes with 8 bits per channel, by the number of channels."""
 
 DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's modes of more than 8 bits a pixel, which it would clip at 255."""
+"""Pillow's modes with more than 8 bits per pixel, whose values Pillow would clip at 255."""
 
 ORIENTATION, UPRIGHT = 0x0112, 1
-"""EXIF's tag for the orientation of the camera, and its value for a picture without rotation."""
+"""EXIF tag of a picture's orientation, and its value for a picture without rotation."""
 
 
 @final
@@ -41,7 +41,7 @@ class PicturePreprocessor:
     """The shape (C, H, W) that the job was planned for."""
 
     input_name = "pixel_values"
-    """Name of the model's input."""
+    """Name of the model's input for pictures."""
 
     def input_of(self, entry: MediaEntry) -> torch.Tensor:
         """Return a picture's pixels as the model's input, (C, H, W) of fp32. Raises `UsageError` that names
@@ -50,7 +50,7 @@ class PicturePreprocessor:
         picture = self._in_mode(_open(entry), entry)
         try:
             pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
-        except Exception as error:  # a user's processor may raise any exception
+        except Exception as error:  # a user's image processor may raise any exception
             raise UsageError(
                 f"{entry.name}: the image processor fails on it ({one_line(error)}). Replace the file, "
                 "or remove its row."
@@ -95,10 +95,10 @@ def _open(entry: MediaEntry) -> Image:
     try:
         with Image.open(io.BytesIO(content)) as picture:
             picture.load()
-        # Pillow copies a picture to turn it, so upright ones are left as they are.
+        # Pillow copies a picture to rotate it, so upright pictures are left unchanged.
         turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
         return ImageOps.exif_transpose(picture) if turned else picture
-    except Exception as error:  # each of Pillow's formats has its own
+    except Exception as error:  # Pillow's formats raise various exceptions
         said = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
         raise UsageError(
             f"{entry.name}: this image cannot be read ({said}). Replace the file, or remove its row."
@@ -111,9 +111,9 @@ def _array(entry: MediaEntry) -> np.ndarray:
 
     try:
         pixels = np.asarray(entry.value)
-    except (ValueError, TypeError, RuntimeError):  # lists of several lengths; a tensor on a device
+    except (ValueError, TypeError, RuntimeError):  # unequal lists, or a tensor on a device
         pixels = np.asarray(None)
-    # A list has Python's integers, which may be pixels of 8 bits.
+    # A list has Python integers, which may be 8-bit pixels.
     if isinstance(entry.value, list) and pixels.dtype.kind in "iu" and pixels.size:
         pixels = pixels.astype(np.uint8) if 0 <= pixels.min() <= pixels.max() <= 255 else pixels
     if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
@@ -121,14 +121,14 @@ def _array(entry: MediaEntry) -> np.ndarray:
             f"{entry.where}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) of "
             f"uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
         )
-    # Channels may come first, as torch has them.
+    # Channels may come first, as in torch.
     if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] not in MODES:
         raise UsageError(
             f"{entry.where}: an image of the shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
         )
-    # Pillow has no third dimension for a single channel.
+    # Pillow takes a single channel without a third dimension.
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
-"""Roles of columns that each task reads, as `data/columns.py` has them for texts."""
+"""Roles of the columns that each task reads, as `data/columns.py` has them for tasks on text."""
 
 USUAL = {
     ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
@@ -62,13 +62,13 @@ USUAL = {
         ("text", "sentence", "transcription", "transcript", "normalized_text"),
     )),
 }  # fmt: skip
-"""Usual names of the columns with these roles."""
+"""Usual column names, by roles."""
 
 LABELS = {Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label")}
-"""Usual names of the label's column."""
+"""Usual names of the label's column, by task."""
 
 RATE = "sampling_rate"
-"""Column with the samples per second of an array in another column."""
+"""Name of the column with the samples per second of sounds that are arrays."""
 
 
 @final
@@ -79,13 +79,13 @@ class MediaSamples(IndexedSamples):
     """
 
     media: Rows
-    """The dataset's rows with only the columns of a sample."""
+    """Rows of the dataset, with only the columns of a sample."""
 
     column: str
-    """The column of pictures or sound."""
+    """Name of the column of pictures or sounds."""
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """Builds a sample's input from that column."""
+    """Object that computes a sample's input from that column."""
 
     def __len__(self) -> int:
         return len(self.media)
@@ -125,7 +125,7 @@ class MediaCollate:
     """
 
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    """Preprocessor that built the samples' inputs, and batches them."""
+    """Object that computed the samples' inputs, and batches them."""
 
     targets: Collate
     """Function that batches the samples' labels."""
@@ -135,7 +135,7 @@ class MediaCollate:
 
         name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
         inputs = [torch.as_tensor(sample[name]) for sample in samples]
-        # The extractor pads with its own value, and marks the padding.
+        # The extractor pads with its own value, and returns a mask of the padding.
         if isinstance(self.preprocessor, SoundPreprocessor) and len({one.shape for one in inputs}) > 1:
             return {**self.preprocessor.pad(inputs), "labels": labels}
         return {name: torch.stack(inputs), "labels": labels}
@@ -211,7 +211,7 @@ def media_samples(
         targets = _texts(rows.select_columns({columns["text"]}), columns["text"], job, tokenizer)
     notes = tuple(rows.notes())
     samples = MediaSamples(media=media, column=column, preprocessor=preprocessor, notes=notes, **targets)
-    # A processor that does not fit the model fails here, and not in the first step.
+    # A processor that does not fit the model fails here, rather than in the first step.
     samples.sample(0)
     return samples
 
@@ -237,7 +237,7 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
             "start. Set it to 0.0 in preprocessor_config.json."
         )
     heard = sound(job.config_to_read())
-    shape = heard.shape if heard and heard.name == "input_features" else None  # waves have any length
+    shape = heard.shape if heard and heard.name == "input_features" else None  # waves may have any length
     return SoundPreprocessor(extractor=extractor, shape=shape)
 
 
@@ -267,7 +267,7 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
         )
     words, config = Tokenizer(tokenizer), job.transformers_config()
     start = getattr(config, "decoder_start_token_id", None)
-    # A tokenizer may begin a text with the decoder's start token, which the model adds itself.
+    # A tokenizer may start a text with the decoder's start token, which the model adds itself.
     begun = start is not None and words.tokens(targets=["a"], limit=None)[0].ids[:1] == [start]
     lists, cut, lost = RaggedBuilder(), 0, 0
     numbered = enumerate(rows)
@@ -312,10 +312,10 @@ def load_processor(given: Any, job: Job) -> Any:
             patterns=FILES,
             file=FILES[0],
         )
-    # A multi-part processor has the part as an attribute.
+    # A multi-part processor has the image processor or feature extractor as an attribute.
     processor = getattr(given, inner, given)
     inputs = getattr(processor, "model_input_names", None)
-    # A tokenizer is callable too, but has a vocabulary.
+    # A tokenizer can be called too, but it has a vocabulary.
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
             f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
@@ -328,7 +328,8 @@ _KINDS = {
     PICTURES.name: ("image_processor", "image processor"),
     SOUNDS.name: ("feature_extractor", "feature extractor"),
 }
-"""For each task, a multi-part processor's attribute for the part, and its name in messages."""
+"""For each task, a multi-part processor's attribute for pictures or sounds, and the part's name in messages.
+"""
 
 
 def own_folder(job: Job) -> Path | None:
@@ -359,9 +360,10 @@ def _load_image_processor(name: str, **options: Any) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        # Implementations differ in the last bits; Pillow's runs on every machine.
+        # Implementations of image processors differ in the last bits. The one with Pillow runs on every
+        # machine.
         return AutoImageProcessor.from_pretrained(name, backend="pil", **options)
-    except ImportError:  # older versions look for torchvision before they look at the backend
+    except ImportError:  # older versions of transformers require torchvision even for this backend
         return _by_its_class(Path(name))
 
 

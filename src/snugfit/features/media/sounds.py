@@ -28,10 +28,10 @@ class Sound(NamedTuple):
     """A decoded sound of one channel."""
 
     samples: np.ndarray
-    """Samples in [-1, 1], (N) of fp32."""
+    """Samples in [-1, 1], (N,) of fp32."""
 
     rate: Any
-    """Samples per second: an integer, or the row's own value where no rate is required."""
+    """Samples per second: an integer, or the row's own value if no rate is required."""
 
 
 @final
@@ -43,7 +43,7 @@ class SoundPreprocessor:
     """The model's feature extractor of transformers."""
 
     shape: tuple[int, ...] | None
-    """The shape (M, F) that the job was planned for; None where lengths differ from sound to sound."""
+    """Shape (M, F) that the job was planned for; None if lengths differ from sound to sound."""
 
     @property
     def input_name(self) -> str:
@@ -60,7 +60,7 @@ class SoundPreprocessor:
         try:
             extracted = self.extractor(sound.samples, sampling_rate=sound.rate, return_tensors="np")
             features: np.ndarray = extracted[self.input_name][0]
-        except Exception as error:  # a user's extractor may raise any exception
+        except Exception as error:  # a user's feature extractor may raise any exception
             raise UsageError(
                 f"{entry.name}: the feature extractor fails on it ({one_line(error)}). Replace the "
                 "file, or remove its row."
@@ -116,7 +116,7 @@ def _decode(entry: MediaEntry) -> Sound:
 
 def _in_memory(entry: MediaEntry) -> Sound:
     value: Any = entry.value
-    if hasattr(value, "get_all_samples"):  # torchcodec's decoder, which datasets hands out
+    if hasattr(value, "get_all_samples"):  # torchcodec's decoder, which datasets returns
         decoded = value.get_all_samples()
         # torchcodec returns (channels, samples).
         return Sound(_array(decoded.data.numpy().mean(axis=0), entry), decoded.sample_rate)
@@ -150,12 +150,12 @@ def _read(content: bytes, entry: MediaEntry) -> Sound:
     try:
         with wave.open(io.BytesIO(content)) as file:
             return _pcm(file, entry)
-    # The file is no PCM `.wav`; soundfile may read it.
+    # The file is not a PCM `.wav` file, but soundfile may be able to read it.
     except (wave.Error, EOFError) as error:
         said = str(error) or "it ends too early"
     if not content:
         raise UsageError(f"{entry.name}: the file is empty. Replace it, or remove its row.")
-    # A RIFF file of a known format is broken; other formats may be soundfile's.
+    # A RIFF file of a known format is broken, while soundfile may read other formats.
     if content.startswith(b"RIFF") and not said.startswith("unknown format"):
         raise UsageError(f"{entry.name}: this .wav is broken ({said}). Replace it, or remove its row.")
     return _by_soundfile(content, entry, said)
@@ -171,14 +171,14 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
             f"{entry.name}: the file ends too early: {len(content) // (channels * width):,} of "
             f"{count:,} samples. Replace it, or remove its row."
         )
-    if width == 3:  # as the upper three bytes of four
+    if width == 3:  # stored as the upper three bytes of four
         wide = np.zeros((len(content) // 3, 4), dtype=np.uint8)
         wide[:, 1:] = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3)
         values = wide.view("<i4").ravel()
     else:
         values = np.frombuffer(content, dtype={1: "u1", 2: "<i2", 4: "<i4"}[width])
     bits = 32 if width == 3 else 8 * width
-    sound = values.astype(np.float64) / (1 << (bits - 1)) - (width == 1)  # 8 bits have no sign
+    sound = values.astype(np.float64) / (1 << (bits - 1)) - (width == 1)  # 8-bit samples are unsigned
     return Sound(sound.reshape(-1, channels).mean(axis=1).astype(np.float32), rate)
 
 
@@ -195,7 +195,7 @@ def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
         ) from None
     try:
         sound, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
-    except Exception as error:  # libsndfile's
+    except Exception as error:  # libsndfile's error
         raise UsageError(
             f"{entry.name}: this audio cannot be read ({one_line(error)}). Replace the file, or remove "
             "its row."

@@ -34,15 +34,16 @@ if TYPE_CHECKING:
     from snugfit.step.host_link import Extent
 
 LEAST_BYTES = 1 << 20
-"""Smallest size in bytes of an offloaded storage (chosen). Up to this size CUDA's allocator uses blocks of 2
-MiB for all. Also, the host takes longer to launch a copy than most kernels."""
+"""Smallest size in bytes of a storage that is offloaded (chosen). Up to this size, CUDA's allocator places
+tensors in shared blocks of 2 MiB. Also, the host takes longer to launch a copy than most kernels.
+"""
 
 CHECKPOINTS = "torch.utils.checkpoint"
-"""Name of the module that saves the inputs of checkpoints."""
+"""Name of torch's module that saves the inputs of checkpoints."""
 
 
 class PendingCopy:
-    """A pending copy from the host to the device, which later launches wait for once."""
+    """A copy from the host to the device that may still be running. Later launches wait for it once."""
 
     __slots__ = ("event", "link", "over")
 
@@ -50,7 +51,7 @@ class PendingCopy:
         self.link, self.event, self.over = link, event, False
 
     def wait(self) -> None:
-        """Make later launches wait for the end of the copy."""
+        """Make launches after this call wait for the end of the copy."""
         if not self.over:
             self.link.wait(self.event)
             self.over = True
@@ -66,9 +67,9 @@ class OffloadedStorage:
         self.base: torch.Tensor | None = base
         self.dtype, self.version = base.dtype, base._version
         self.extent: Extent | None = None
-        """Memory on the host; None before the first copy."""
+        """Host memory that holds the copy; None before the first copy."""
         self.pending: PendingCopy | None = None
-        """The copy to the device that created `base`; None without one."""
+        """Copy to the device that created `base` and may be running; None without one."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor on the device, to be read by later launches."""
@@ -78,10 +79,10 @@ class OffloadedStorage:
         return self.base
 
     def __del__(self) -> None:
-        """Free the host memory at once, and the device memory once nothing is written there."""
+        """Free the host memory at once, and the device memory once no copy writes there."""
         if self.pending is not None:
             self.pending.wait()
-        # The allocator may reuse the memory, so a pending copy into it must have ended.
+        # The allocator may reuse this memory, so a pending copy into it must be done.
         if self.extent is not None:
             self.link.slabs.give_back()
 
@@ -91,11 +92,11 @@ class Region:
 
     def __init__(self, before: tuple[Region, ...]) -> None:
         self.before = before
-        """Regions to fetch when the backward pass reaches this one."""
-        # Weak references: autograd alone decides how long a storage is needed.
+        """Regions to copy back to the device when the backward pass reaches this one."""
+        # Weak references, because autograd alone decides how long a storage is needed.
         self.members: dict[int, weakref.ref[OffloadedStorage]] = {}  # by identity
         self.sent: Any = None
-        """Event to await before the region's storages may leave the device."""
+        """Event after which the region's storages are on the host, so that device memory can be freed."""
 
     def alive(self) -> list[OffloadedStorage]:
         """Return the storages of this group that autograd still needs."""
@@ -105,7 +106,7 @@ class Region:
         """Free the device memory of the layer's saved storages, once their copies to the host are done."""
         members = self.alive()
         if members and self.sent is not None:
-            # The copies of a region run in order, so one event is the end of all.
+            # The copies of a region run in order, so that one event marks the end of all.
             members[0].link.wait(self.sent)
         for one in members:
             one.base = None
@@ -131,9 +132,9 @@ class KeptTensor:
     def __init__(self, tensor: torch.Tensor, before: tuple[Region, ...] = ()) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.before = before
-        """Regions to fetch when this tensor is used."""
+        """Regions to copy back to the device when this tensor is used."""
         self.saved: SavedTensor | None = None
-        """Record of the offloaded tensor that replaces it, once it is to be offloaded."""
+        """Record of the offloaded tensor that replaces this one; None while it stays on the device."""
 
 
 class Window:
@@ -150,7 +151,7 @@ class Window:
             for number, stack in enumerate(stacks)
             for index, layer in enumerate(stack)
         }
-        # One layer's activations are the most that may wait for the others.
+        # At most one layer's activations may wait for the others' copies.
         self._lengths = [max(1, len(stack) - first - 1) for stack in stacks]
         self.begin_pass()
 
@@ -158,8 +159,8 @@ class Window:
         """Reset the state to the start of a forward pass, before the first layer."""
         self._stack = self._index = -1
         self.is_inside = False
-        self._waiting: list[tuple[int, Region]] = []  # by the layer's index, for their copies
-        self._filled: dict[int, list[Region]] = {}  # by the index of their layer in this stack
+        self._waiting: list[tuple[int, Region]] = []  # regions to copy, by the layer's index
+        self._filled: dict[int, list[Region]] = {}  # regions by the index of their layer in this stack
 
     @property
     def stays(self) -> bool:
@@ -169,7 +170,7 @@ class Window:
     def enter(self, layer: Any) -> None:
         """Record the call of a layer; the same layers may run several times in a pass."""
         stack, index = self._indices[id(layer)]
-        # The same layer or an earlier one: the stack begins again.
+        # The same layer or an earlier one means that the stack runs again.
         if stack != self._stack or index <= self._index:
             self.end()
         self._stack, self._index, self.is_inside = stack, index, True
@@ -207,7 +208,7 @@ class ActivationOffload:
         from torch.autograd.graph import saved_tensors_hooks
 
         self.what, self.first = what, first
-        self._window: Window | None = None  # where some layers stay
+        self._window: Window | None = None  # None if all layers are offloaded
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[Any] = []
         self._links: dict[torch.device, Link] = {}
@@ -215,8 +216,8 @@ class ActivationOffload:
         self._in_forward = self._in_layer = False
 
     def _begin_pass(self) -> None:
-        self._region: Region | None = None  # being filled
-        self._last: Region | None = None  # the last that was filled
+        self._region: Region | None = None  # region that tensors are added to
+        self._last: Region | None = None  # region that was filled last
         self._known: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
         self._weights: frozenset[int] = frozenset()
         self._undecided: list[KeptTensor] = []
@@ -232,13 +233,13 @@ class ActivationOffload:
                 f"the host. Try {roster.plain(Slot.ACTIVATION_OFFLOAD).name!r}."
             )
         add = self._handles.append
-        # First of all hooks, so that hooks of others already save their tensors under it.
+        # This hook runs first, so that tensors that other hooks save are offloaded too.
         add(model.register_forward_pre_hook(self._enter, prepend=True))
-        # After an exception the hooks must end too.
+        # The hooks must also end after an exception.
         add(model.register_forward_hook(self._leave, always_call=True))
         if self.first is not None and any(len(stack) > self.first for stack in stacks):
             self._window = Window(stacks, self.first)
-        # Embeddings, head and loss are outside of layers; the backward pass needs theirs at once.
+        # Embeddings, head and loss are outside of layers. The backward pass needs their tensors first.
         for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._window):
             add(layer.register_forward_pre_hook(self._enter_layer))
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
@@ -260,12 +261,12 @@ class ActivationOffload:
     def _enter(self, model: Any, arguments: Any) -> None:
         import torch
 
-        # Evaluation saves nothing, and a nested call belongs to the outer one.
+        # An evaluation saves no tensors, and a nested call belongs to the outer one.
         if self._in_forward or self.what == "nothing" or not torch.is_grad_enabled():
             return
         self._begin_pass()
         tensors = (*model.parameters(), *model.buffers()) if self.what == "all" else ()
-        # Weights are on the device anyway, so a saved weight is no activation.
+        # Weights stay on the device anyway, so a saved weight is not an activation.
         self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
         self._in_forward = True
         self._hooks.__enter__()
@@ -298,14 +299,14 @@ class ActivationOffload:
     # ---- autograd's side ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        # The check inspects the frames above, so it must be called from here.
+        # The check inspects the stack frames above, so it must be called here.
         checkpointed, window = _is_saved_by_a_checkpoint(), self._window
         if not self._travels(tensor):
             return tensor
         if window is None or (window.is_inside and not window.stays):
             return self._save(tensor, checkpointed=checkpointed) if checkpointed or self._in_layer else tensor
         if not window.is_inside:
-            # The layer that decides is called right after.
+            # The layer that decides is called next.
             if checkpointed:
                 self._undecided.append(KeptTensor(tensor))
             return self._undecided[-1] if checkpointed else tensor
@@ -314,10 +315,10 @@ class ActivationOffload:
 
     def _save(self, tensor: torch.Tensor, *, checkpointed: bool) -> SavedTensor:
         """Save a tensor for the backward pass by offloading its storage, and return its `SavedTensor`. The
-        input of a checkpointed layer gets its own group..
+        input of a checkpointed layer gets its own group.
         """
         if checkpointed:
-            # The region of a checkpoint has nothing but its input.
+            # The region of a checkpoint contains only its input.
             self._fill_up()
         if self._region is None:
             self._region = Region(self._before())
@@ -336,7 +337,7 @@ class ActivationOffload:
         if isinstance(saved, KeptTensor):
             for region in saved.before:
                 self._bring(region)
-            # A tensor that stays still marks the time at which other regions are fetched.
+            # A tensor that stays on the device marks when other regions are copied back.
             if saved.tensor is not None:
                 return saved.tensor
             saved = saved.saved
@@ -345,7 +346,7 @@ class ActivationOffload:
         for region in (saved.region, *saved.region.before):
             self._bring(region)
         base = saved.offloaded.tensor()
-        # A storage is copied whole, and each tensor returns with its old strides.
+        # A storage is copied as a whole, and each tensor is restored with its strides.
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
     def _travels(self, tensor: torch.Tensor) -> bool:
@@ -366,9 +367,9 @@ class ActivationOffload:
         held, known = self._known.get(key, (_nothing, _nothing))
         # A tensor saved by several operators is copied once.
         offloaded: OffloadedStorage | None = known()
-        # The address may belong to a newer storage, and a write makes an earlier copy stale.
+        # The address may belong to a newer storage, and an in-place write makes an earlier copy invalid.
         if offloaded is None or held() is not storage or offloaded.version != tensor._version:
-            # A tensor with a gradient would keep its graph alive.
+            # A tensor that requires gradients would keep its graph alive.
             base = tensor.detach() if tensor.requires_grad else tensor
             offloaded = OffloadedStorage(self._link(tensor.device), base)
             self._known[key] = weakref.ref(storage), weakref.ref(offloaded)
@@ -390,7 +391,7 @@ class ActivationOffload:
         members = region.alive() if region is not None else []
         if region is None or not members:
             return
-        # A storage may be in two regions; it is copied with the first.
+        # A storage may belong to two regions. It is copied with the first one.
         new = [one for one in members if one.extent is None]
         if new:
             extents, region.sent = new[0].link.send([one.base for one in new if one.base is not None])
@@ -436,7 +437,7 @@ class ActivationOffload:
 
 
 def _nothing() -> None:
-    """Return None, as a dead weak reference does, for a storage that is not offloaded."""
+    """Return None, as a dead weak reference does, in place of a storage that is not offloaded."""
 
 
 def _is_saved_by_a_checkpoint() -> bool:

@@ -27,11 +27,11 @@ class Offload(Feature):
         return (OffloadHandler(),)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
-        """Return how many layers form the smallest repeating group. If only the first layers are offloaded,
-        that is all `layers`.
+        """Return the number of layers in the smallest repeating group. If only the first layers are
+        offloaded, that is all `layers`.
         """
         wish = OFFLOAD.of(setup)
-        # The first layers differ from the rest, so nothing repeats.
+        # The first layers differ from the others, so no pattern of layers repeats.
         return 1 if wish is None or wish.first is None else layers
 
     def treats_layers_alike(self, setup: Setup) -> bool:

@@ -13,12 +13,13 @@ class OffloadWish:
     pass."""
 
     what: str = "all"
-    """`all` saved tensors of layers, or `checkpoints` for the inputs of checkpoints alone."""
+    """Offloaded tensors: `all` that layers save, or `checkpoints`, the inputs of recomputed layers."""
 
     first: int | None = None
-    """Number of layers of each stack whose activations are offloaded, from the first; None takes all. A span
-    of layers that is recomputed belongs to its last layer."""
+    """Number of layers of each stack whose activations are offloaded, from the first on; None for all. A
+    recomputed span of layers belongs to its last layer.
+    """
 
 
 OFFLOAD = Wish[OffloadWish | None]("activation_offload", OffloadWish | None, None, touches=("passes",))
-"""The field `offload`: activations to offload; None leaves all on the device."""
+"""The field `offload`: settings of offloaded activations; None keeps all on the device."""

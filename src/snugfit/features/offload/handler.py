@@ -1,4 +1,4 @@
-"""Handler of the field `offload`, for built and live models."""
+"""Handler of the field `offload`, for models that are built or already in training."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class Host(Technique):
 
     @classmethod
     def grades(cls, job: Job) -> Sequence[Self]:
-        """Return this technique for the first 1 to L - 1 of L layers, each with more activations on the
-        host.
+        """Return this technique for the first 1 to L - 1 of L layers, each with more activations on the host
+        than the one before.
         """
         return cls(what="all").lesser(job)
 

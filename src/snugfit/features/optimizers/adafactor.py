@@ -20,7 +20,7 @@ class Adafactor(Technique):
     """Adafactor of transformers, which keeps row and column means in place of a second moment."""
 
     fidelity: ClassVar = Fidelity.LEARNS
-    # The arguments are those of the HF Trainer.
+    # The arguments are those that transformers' Trainer sets.
     value: ClassVar = OptimizerWish(
         factory=Call(
             path="transformers.optimization:Adafactor",

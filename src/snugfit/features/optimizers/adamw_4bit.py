@@ -25,7 +25,7 @@ class AdamW4bit(Technique):
         "the seconds of its update were measured on no GPU: they follow from the bytes it moves. "
         "snugfit measure shows yours."
     )
-    # The HF Trainer has no name for it.
+    # transformers' Trainer has no name for this optimizer.
     value: ClassVar = OptimizerWish(
         factory=Call(path="snugfit.features.optimizers.updates.four_bit:FourBitAdamW")
     )

@@ -33,7 +33,7 @@ class AdamWStochastic(Technique):
         "the seconds of its update follow from the bytes it moves. One step was measured, BERT-large on "
         "an H100: the bytes as predicted, and 63.7 ms where 52.8 are predicted. snugfit measure shows yours."
     )
-    # The HF Trainer has no name for it.
+    # transformers' Trainer has no name for this optimizer.
     value: ClassVar = OptimizerWish(
         factory=Call(path="snugfit.features.optimizers.updates.stochastic:StochasticAdamW")
     )

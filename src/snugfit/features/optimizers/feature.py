@@ -10,8 +10,8 @@ from snugfit.techniques.technique import Slot
 
 ONE_STATE = " of one state"
 TENSORS_OF_TWO_STATES = 8
-"""Number of tensors in bitsandbytes' 8-bit update with two states: weight, gradient, and for each state its
-bytes, scales and code book.
+"""Number of tensors in bitsandbytes' 8-bit update with two states: weight, gradient, and three for each state
+(bytes, scales and code book).
 
 The update is bound by arithmetic: with one state it takes 0.59 of the time of two.
 """
@@ -34,7 +34,7 @@ class Optimizers(Feature):
         )
     }  # fmt: skip
 
-    # Projectors and torchao's tensors are the objects.
+    # `WITH_OBJECTS` refers to GaLore's and APOLLO's projectors, and to torchao's tensors.
     refused_optimizers: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("layerwise", "lomo"), IN_BACKWARD),
         **dict.fromkeys(("galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit"), WITH_OBJECTS),
@@ -51,7 +51,7 @@ class Optimizers(Feature):
         other kernels.
         """
         is_small = kernel.operator == "bitsandbytes::optimizer_update_8bit_blockwise"
-        # The operator is the same for one state and for two; only the number of tensors differs.
+        # One operator serves one and two states, which only differ in the number of tensors.
         if is_small and kernel.tensors < TENSORS_OF_TWO_STATES:
             return [kernel.operator + ONE_STATE]
         return ()

@@ -28,7 +28,7 @@ OTHERWISE = (
     "snugfit's own GaLore is meant. galore-torch, which TrainingArguments run, keeps all singular vectors of "
     "weights in fp32 and so takes more memory than is predicted, and its checkpoints do not resume"
 )
-"""Note on the difference to the GaLore that `TrainingArguments` run."""
+"""Difference between snugfit's GaLore and the one that `TrainingArguments` run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Galore(Projected):
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield an error if the rank exceeds the smaller side of the matrices to project."""
         thin = recipe[Slot.ADAPTERS].trained_rank
-        # Matrices no larger than the rank stay AdamW's.
+        # AdamW updates matrices that are not larger than the rank.
         if thin is not None and thin <= self.rank:
             yield (
                 f"only matrices of rank {thin} train, and a projection of rank {self.rank} makes none of "

@@ -26,7 +26,7 @@ class HostAdamW(Technique):
         "in a second in fp32 and 4.5e9 in bfloat16; with fewer threads or slower memory it takes longer. "
         "snugfit measure shows yours."
     )
-    # The HF Trainer has no name for it.
+    # transformers' Trainer has no name for this optimizer.
     value: ClassVar = OptimizerWish(factory=Call(path="snugfit.features.optimizers.updates.host:AdamWOnHost"))
     source: ClassVar = (
         "Ren et al., ZeRO-Offload, arXiv 2101.06840; torch.optim.AdamW(fused=True) on the CPU. torchao's "

@@ -36,5 +36,5 @@ class Projected(OfMatrices):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the technique with the default rank, and with a small one."""
+        """Yield the technique with the default rank, and with a smaller one."""
         yield from (cls(), cls(rank=8))

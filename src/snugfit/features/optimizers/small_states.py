@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 STEPS = "snugfit.features.optimizers.updates.bitsandbytes_states"
 
 LION: Mapping[str, Any] = {"betas": [0.9, 0.99]}
-"""Arguments of each Lion's constructor."""
+"""Arguments of the constructor of each Lion optimizer."""
 
 LION_RATE = "it needs a third to a tenth of AdamW's learning rate, so no plan exchanges them by itself"
-"""Reason why no plan chooses a Lion: the job's learning rate suits AdamW."""
+"""Reason why no plan chooses Lion: the job's learning rate is for AdamW."""
 
 
 def bitsandbytes_wish(
@@ -32,7 +32,7 @@ def bitsandbytes_wish(
     keep = Call(path=f"{STEPS}:keep_embeddings", arguments={"bits": embeddings})
     return OptimizerWish(
         factory=Call(path=f"bitsandbytes.optim:{name}", arguments=arguments),
-        # bitsandbytes reads the override while the optimizer is created.
+        # bitsandbytes reads the override when the optimizer is created.
         prepare=keep if embeddings else None,
         # The Trainer always keeps embeddings in 32 bits.
         trainer_name=trainer_name if embeddings != 8 else None,
@@ -57,11 +57,11 @@ class OfBitsandbytes(Technique):
     extra: ClassVar = "bnb"
 
     def code(self, job: Job) -> tuple[str, ...]:
-        """Return Python lines that set the bits of the embeddings' moments; none if embeddings have the bits
-        of other weights.
+        """Return Python lines that set the bits of the embeddings' moments; empty if all moments have the
+        same bits.
         """
         prepare = self.value.prepare
-        # With 8 bits, bitsandbytes needs no override.
+        # bitsandbytes needs no override for 8 bits.
         if prepare is None or prepare.arguments["bits"] == 8:
             return ()
         return (

@@ -33,16 +33,16 @@ class MemoryCurve:
     """
 
     positions: Sequence[float]
-    """Shares of the step's events, in [0, 1]."""
+    """Horizontal positions, as shares of the step's events from 0 to 1."""
     layers: Sequence[Layer]
     reserved: Sequence[int]
-    """Bytes that the allocator reserves, with the context."""
+    """Bytes that the allocator reserves plus those of CUDA's context, at each position."""
     limit: int | None
-    """Bytes that may be used, drawn as a line; None if they are unknown or far above the curve."""
+    """Usable bytes, drawn as a line; None if they are unknown or far above the curve."""
     phases: Sequence[Passage]
     micro_batches: Sequence[Passage]
     peak: int
-    """Index of the position with the most bytes."""
+    """Index of the position at which memory peaks."""
     peak_label: str
 
     @property
@@ -69,11 +69,11 @@ class BarFigure(NamedTuple):
 
     value: float
     label: str
-    """The figure in words, with its range."""
+    """The value in words, with its range."""
     low: float | None = None
-    """Lower end of the figure's range, or None."""
+    """Lower end of the value's range; None without a range."""
     high: float | None = None
-    """Upper end of the figure's range, or None."""
+    """Upper end of the value's range; None without a range."""
 
 
 class BarGroup(NamedTuple):
@@ -81,9 +81,9 @@ class BarGroup(NamedTuple):
 
     name: str
     bars: Sequence[BarFigure | None]
-    """One bar for each series; None without a value."""
+    """One bar for each series; None for a missing bar."""
     remark: str = ""
-    """An addition to the name on its line."""
+    """Text after the group's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +93,14 @@ class Bars:
     series: Sequence[str]
     groups: Sequence[BarGroup]
     limit: float | None = None
-    """Value of a line across all bars, or None."""
+    """Value of a line across all bars; None for no line."""
 
     @property
     def top(self) -> float:
-        """The value at the right end of the scale."""
+        """The value at the end of the scale."""
         bars = [bar for group in self.groups for bar in group.bars if bar]
         ends = [end for bar in bars for end in (bar.value, bar.high or 0.0)]
-        # A scale without a length could not be drawn.
+        # An axis without length cannot be drawn.
         return max([*ends, self.limit or 0.0], default=0.0) or 1.0
 
     @property
@@ -128,7 +128,7 @@ class RecipePoint(NamedTuple):
     fits: bool
     best: bool
     label: str
-    """Its figures in words."""
+    """The recipe's bytes and speed in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Front:
     points: Sequence[RecipePoint]
     limit: int | None
     item: str = "samples"
-    """Noun for the parts of a batch, whose number a second is the speed."""
+    """Noun for the parts of a batch, such as samples. Speed is their number per second."""
 
     @property
     def meanings(self) -> list[str]:
@@ -153,16 +153,16 @@ class Chart:
 
     title: str
     about: str
-    """A sentence that replaces the picture for a screen reader."""
+    """Description of the picture for a screen reader."""
     drawing: MemoryCurve | ModuleMap | Bars | Timeline | Front
     heads: tuple[str, ...] = ()
-    """The table's columns; a head that ends in `>` marks numbers. Empty without a table."""
+    """Column heads of the table. A head that ends in `>` is of a column of numbers. Empty without a table."""
     rows: Sequence[Sequence[str]] = ()
-    """Cells, the same number in each row as heads."""
+    """Rows of the table's cells, one cell for each head."""
     note: str = ""
-    """A sentence under the picture."""
+    """Sentence below the picture."""
     numbered: bool = False
-    """True if the picture has numbers that only the table explains."""
+    """True if numbers in the picture refer to rows of the table."""
 
 
 class Figure(NamedTuple):
@@ -172,26 +172,26 @@ class Figure(NamedTuple):
     value: str
     remark: str = ""
     share: float | None = None
-    """Share from 0 to 1 for a meter below the number; None without one."""
+    """Value from 0 to 1 of a bar below the number; None for no bar."""
     tone: str = ""
-    """`good`, `tight` or `bad`; empty for a neutral number."""
+    """Colour class of the number: `good`, `tight` or `bad`; empty for neutral."""
 
 
 class PageParts(NamedTuple):
     """The title, charts and texts of a command's result, for a page, a plot or a notebook cell."""
 
     title: str
-    """The verdict in everyday words."""
+    """Page title: the result in everyday words."""
     lines: Sequence[str]
-    """Sentences below the title: the job, the recipe, the answer in detail."""
+    """Sentences below the title: the job, the recipe, and the result in detail."""
     charts: Sequence[Chart]
     report: RenderableType
-    """The whole result in words and tables."""
+    """Complete report in words and tables."""
     doubts: Sequence[str] = ()
-    """Warnings about the uncertain parts of the result."""
+    """Warnings about uncertain parts of the result."""
     figures: Sequence[Figure] = ()
     tone: str = ""
-    """`good`, `tight` or `bad`; empty for a result without a verdict."""
+    """Colour class of the title: `good`, `tight` or `bad`; empty for a result that is neither."""
 
     @property
     def meanings(self) -> Iterable[str]:

@@ -21,8 +21,9 @@ KINDS: dict[str, str] = {
     Kind.LOGITS: "#b15928",
     Kind.INPUTS: "#f0e442",
 }
-"""Kinds of bytes in the order of a stack, the lowest first. Most are Okabe and Ito's colours, which
-colour-blind readers can distinguish."""
+"""Colours of the kinds of memory, in the order in which they are stacked, the lowest first. Most are Okabe
+and Ito's colours, which colour-blind readers can distinguish.
+"""
 
 PREDICTED, MEASURED = "predicted", "measured"
 
@@ -35,7 +36,8 @@ _FURTHER = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 LIMIT, RESERVED, BEST = "memory limit", "reserved by the allocator", "the best that fits"
 
 LINES = {LIMIT: "limit", RESERVED: "reserved", BEST: "best"}
-"""Names of lines and rings, which have the page's own colours in light and in dark."""
+"""Names of lines and rings that have other colours in light than in dark mode, by their text in the legend.
+"""
 
 PHASES = {
     "build": "#f7f8fa",
@@ -45,7 +47,7 @@ PHASES = {
     "clip": "#f7f8fa",
     "update": "#c3cad3",
 }
-"""Greys of the phases on white paper; `style.css` has those on dark paper."""
+"""Grey backgrounds of a step's phases on white paper. `style.css` has those for dark mode."""
 
 PAPER = {"ink": "#1b1f24", "faint": "#5b6470", "rule": "#d9dde2", "bad": "#b3261e", "good": "#0b7a3b"}
 """Colours of text and lines on white paper, as in `style.css`."""
@@ -62,7 +64,7 @@ def colours_of(meanings: Iterable[str]) -> dict[str, str]:
 
 
 def ink_on(colour: str) -> str:
-    """Return black or white, the one with the larger contrast to the colour (WCAG 2.2)."""
+    """Return black or white for a text on this colour, the one with the larger contrast (WCAG 2.2)."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 REPORT_WIDTH = 120
-"""Columns of the text report on a page."""
+"""Width of the text report on a page, in characters."""
 
 MOST_ROWS, MOST_CHARTS = 60, 4
-"""Largest number of rows of a table, and of charts in the picture, in a notebook's cell."""
+"""Largest number of table rows, and of charts in the picture, in a notebook's cell."""
 
 
 def document(parts: PageParts, *, command: str, versions: Mapping[str, str], when: datetime) -> str:
@@ -38,7 +38,7 @@ def document(parts: PageParts, *, command: str, versions: Mapping[str, str], whe
 
     `command` is the command line that produced the result; `versions` are those of the packages behind it.
     """
-    # The template draws bars and timelines without the chart library.
+    # The page's template draws bars and timelines without the chart library.
     drawn = [chart for chart in parts.charts if not isinstance(chart.drawing, Bars | Timeline)]
     colours = colours_of(parts.meanings)
     data = {
@@ -107,10 +107,10 @@ def _kind_of(chart: Chart) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """Convert data for JSON: named tuples become objects, and texts lose their control characters."""
+    """Convert data for JSON: named tuples become objects, and control characters are removed from texts."""
     if isinstance(value, str):
         return harmless(value)
-    # A named tuple is a tuple too, so it is recognised first.
+    # A named tuple is also a tuple, so it is checked first.
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

@@ -23,23 +23,23 @@ from snugfit.results.speed import StepSpeed, speed_of
 from snugfit.units import show_bytes, show_seconds
 
 EXACT = 0.005
-"""Relative error below which a prediction and its measurement agree."""
+"""Relative error below which a prediction counts as equal to its measurement."""
 
 
 class Headline(NamedTuple):
-    """The headline of a page, and its tone for colours: `good`, `tight`, `bad`, or empty."""
+    """The headline of a page, and its colour class: `good`, `tight`, `bad`, or empty."""
 
     title: str
     tone: str = ""
 
 
 def of_prediction(one: Prediction) -> Headline:
-    """Return the headline for a prediction: a sentence on whether the step fits, as in the short report."""
+    """Return the headline for a prediction: it states if the step fits, as in the short report."""
     return _of_verdict(short.verdict(one))
 
 
 def of_plan(plan: Plan) -> Headline:
-    """Return the headline for a plan: a sentence on whether a recipe fits, as in the short report."""
+    """Return the headline for a plan: it states if a recipe fits, as in the short report."""
     return _of_verdict(short_plan.verdict(plan))
 
 

@@ -15,7 +15,7 @@ from snugfit.cli import arguments as given
 from snugfit.errors import UsageError
 
 COMMANDS = ("predict", "plan", "measure", "gpus", "guide")
-"""Commands whose answers have charts."""
+"""Commands whose results have charts."""
 
 TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 

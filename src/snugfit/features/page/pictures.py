@@ -52,7 +52,7 @@ from snugfit.units import show_bytes, show_mib, show_seconds
 from snugfit.versions import versions
 
 MOST_STEPS = 100
-"""Largest number of timed steps in a picture."""
+"""Largest number of timed steps in one picture."""
 
 SHOWN_VERSIONS = ("snugfit", "torch", "transformers")
 """Packages whose versions a page shows."""
@@ -322,10 +322,10 @@ def _verdict(plan: Plan, choice: Choice) -> str:
 
 
 FURTHEST_LIMIT = 3.0
-"""Largest ratio of the GPU's memory to the highest bytes at which the memory limit is drawn."""
+"""Largest ratio of the GPU's memory to the highest memory use at which the limit is drawn."""
 
 NARROWEST_BATCH = 0.032
-"""Smallest share of the step of a micro-batch at which each gets its number."""
+"""Smallest share of the step that a micro-batch must take for its number to be drawn."""
 
 
 def memory_over_step(
@@ -393,7 +393,7 @@ def _phase_rows(
 
 
 LOOP = "(the loop)"
-"""The name for tensors that no module allocated."""
+"""Module name for tensors that no module allocated."""
 
 
 def modules_at_peak(modules: Sequence[ModuleLine]) -> Chart:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, MARGIN = 8.75, 0.2
-"""Width of the figure, and of the margin around it, in inches."""
+"""Width of the figure and of its margin, in inches."""
 
 LINE, LETTER = 0.19, 0.076
-"""Height of a line of words and width of a letter, both a little above their means, in inches."""
+"""Height of a text line and width of a letter in inches, both a little above their means."""
 
 SIZE, SMALL, LARGE = 9, 8, 12
 """Font sizes in points."""
@@ -39,7 +39,7 @@ COARSE = 120
 """Largest number of positions of a curve in a notebook's picture."""
 
 APART = 0.02
-"""Smallest distance between two points, as a share of the picture, at which both get a number."""
+"""Smallest distance between two points, as a share of the picture, at which both are numbered."""
 
 
 class PlotBlock(NamedTuple):
@@ -49,9 +49,9 @@ class PlotBlock(NamedTuple):
     draw: Callable[[Axes], None]
     left: float = 0.0
     above: float = 0.0
-    """Height for a title above the drawing area."""
+    """Height above the drawing area for a title, in inches."""
     below: float = 0.0
-    """Height for the names below an axis."""
+    """Height below the drawing area for the names on an axis, in inches."""
 
 
 def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool = False) -> bytes:
@@ -68,11 +68,11 @@ def draw(parts: PageParts, form: str, *, with_words: bool = True, coarse: bool =
     blocks = [block for block in blocks if block.height]
     height = sum(block.height for block in blocks) + 2 * MARGIN
     with drawing(form, width=WIDTH, height=height, text_as_text=coarse) as drawn:
-        # The blocks have absolute sizes, which a layout engine would change.
+        # The blocks have sizes in inches, which a layout engine would change.
         drawn.figure.set_layout_engine("none")
         ends = accumulate((block.height for block in blocks), initial=MARGIN)
         for block, top in zip(blocks, ends, strict=False):
-            # matplotlib counts from the bottom, the blocks from the top.
+            # matplotlib counts from the bottom, while the blocks count from the top.
             left, low = MARGIN + block.left, height - top - block.height + block.below
             size = WIDTH - MARGIN - left, block.height - block.above - block.below
             box = (left / WIDTH, low / height, size[0] / WIDTH, size[1] / height)
@@ -113,7 +113,7 @@ def _words(paragraphs: Sequence[str], *, bold: bool = False, size: int = SIZE) -
 
     def fill(axes: Axes) -> None:
         axes.axis("off")
-        # Inverted, so that lines count from the top.
+        # The axis is inverted, so that lines count from the top.
         axes.set(xlim=(0.0, 1.0), ylim=(ends[-1], 0.0))
         for (line, large), end in zip(lines, ends[1:], strict=True):
             _text(axes, 0.0, end - 0.3, line, fontsize=LARGE if large else size, bold=large)
@@ -210,7 +210,7 @@ def _unit(top: float) -> tuple[int, str]:
 
 
 def _byte_axis(axes: Axes, top: float) -> int:
-    """Scale an axis for bytes from 0 to `top`, and return the bytes of its unit, such as GiB."""
+    """Scale an axis of bytes from 0 to `top`, and return the number of bytes in its unit, such as GiB."""
     unit, name = _unit(top)
     axes.set_ylim(0.0, 1.08 * top / unit)
     axes.set_ylabel(name, fontsize=SIZE)
@@ -255,13 +255,13 @@ def _passages(axes: Axes, passages: Sequence[Passage], room: float, *, minor: bo
     shown = [one for one in passages if LETTER * len(one.name) <= (one.end - one.start) * room]
     middles = [(one.start + one.end) / 2 for one in shown]
     axes.set_xticks(middles, [one.name for one in shown], minor=minor, fontsize=SMALL)
-    # Minor names form a second row below the major ones.
+    # Minor tick labels form a second row below the major ones.
     axes.tick_params(axis="x", which="minor" if minor else "major", length=0, pad=17 if minor else 4)
 
 
 def _mark_peak(axes: Axes, x: float, y: float, label: str) -> None:
     axes.plot([x], [y], "o", color=PAPER["ink"], markeredgecolor="white", markersize=6)
-    # The label is on the side with more room, inside of the picture.
+    # The label is on the side with more space, inside of the axes.
     far, top = x > 0.5, axes.get_ylim()[1]
     lines = wrap(harmless(label), int(0.45 * WIDTH / LETTER))
     axes.annotate(
@@ -316,7 +316,7 @@ def _bars(shape: Bars, colours: dict[str, str]) -> PlotBlock:
     """Draw the bars of each group, one for each series, with its value at the right of each bar."""
     room = WIDTH - 2 * MARGIN
     labels = [bar.label for group in shape.groups for bar in group.bars if bar]
-    # The axis exceeds the longest bar by the room for the widest label.
+    # The axis is longer than the longest bar, with space for the widest label.
     top = shape.top * room / (room - LETTER * max(map(len, labels), default=0) - 0.1)
     headed = [f"{group.name} · {group.remark}" if group.remark else group.name for group in shape.groups]
     names = [wrap(harmless(name), int(room / LETTER)) for name in headed]
@@ -368,7 +368,7 @@ def _front(axes: Axes, shape: Front) -> None:
     the best recipe always has one.
     """
     unit = _byte_axis(axes, max(*(point.bytes for point in shape.points), shape.limit or 0))
-    # Without seconds all speeds are 0, and the axis still needs a length.
+    # Without predicted seconds all speeds are 0, and the axis still needs a length.
     fastest = 1.08 * max(point.speed for point in shape.points) or 1.0
     axes.set_xlim(0.0, fastest)
     axes.set_xlabel(f"{shape.item} per second", fontsize=SIZE)
@@ -378,7 +378,7 @@ def _front(axes: Axes, shape: Front) -> None:
         axes.axhline(shape.limit / unit, **_line_style(LIMIT))
     top = axes.get_ylim()[1]
     numbered: list[tuple[float, float]] = []
-    # The best comes first, so no other point takes its number away.
+    # The best recipe comes first, so that it always gets its number.
     for point in sorted(shape.points, key=lambda point: not point.best):
         x, y = point.speed, point.bytes / unit
         face = PAPER["ink"] if point.fits else "white"

@@ -1,8 +1,8 @@
-"""Quantization by bitsandbytes beside work on another stream.
+"""Context in which bitsandbytes quantizes in order with work on another CUDA stream.
 
 Its kernels that quantize run on CUDA's default stream (`backends/cuda/ops.py` passes them no stream, unlike
 those that dequantize). A run whose work is on a stream of its own would quantize numbers that are not written
-yet. So both streams are drained around each of these kernels.
+yet. So the context waits for both streams around each of these kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from snugfit.rehearsal.device.autocast import overriding
 
 OPERATORS = ("quantize_4bit", "quantize_blockwise")
-"""Operators of bitsandbytes whose kernels run on the default stream."""
+"""Operators of bitsandbytes whose kernels run on the default stream, not on the current one."""
 
 
 @contextlib.contextmanager
@@ -22,7 +22,8 @@ def quantize_in_order(key: str = "CUDA", drain: Callable[[], None] | None = None
     """Context in which these operators, for tensors of the dispatch key, begin after all earlier work and end
     before later work.
 
-    `drain` waits for the device; by default for a GPU, if the current stream is not the default one.
+    The function `drain` waits for the device. Its default does so on a GPU, if the current stream is not the
+    default one.
     """
     import bitsandbytes  # noqa: F401  it defines the operators
     import torch

@@ -33,7 +33,7 @@ def eight_bit_products(policy: Policy) -> Iterator[None]:
 
     from bitsandbytes.autograd import _functions
 
-    log = logging.getLogger(_functions.__name__)  # each product would warn of a cast
+    log = logging.getLogger(_functions.__name__)  # every product would log a warning about a cast
     own = _product_of(_functions) if isinstance(policy, CudaPolicy) else _functions.MatMul8bitFp
     with patch.object(_functions, "MatMul8bitLt", own), patch.object(log, "disabled", True):
         yield

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LEAST = 64 * MIB
-"""Size in bytes from which unquantized experts are mentioned."""
+"""Size in bytes from which a warning mentions experts that stay unquantized."""
 
 _FUSED = re.compile(r"experts$")
-"""Class names of modules that hold their experts in fused parameters."""
+"""Regular expression for class names of modules that hold all experts in fused parameters."""
 
 _WRAPPED = re.compile(r"(?:\.base_layer)+$")
 _ADAPTER = re.compile(r"(?:\.base_layer)*\.lora_\w+(?:\.\w+)?$")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from snugfit.techniques.wish import Wish
 
 FLOAT8_MULTIPLE = 16
-"""Divisor that both sizes of a matrix in 8-bit floats must have (`native/cuda/ScaledBlas.cpp`)."""
+"""Divisor of both dimensions of a matrix in 8-bit floats (`native/cuda/ScaledBlas.cpp`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +15,10 @@ class QuantizeWish:
     """Value of the field `quantize`: frozen weights of linear layers in 4 or 8 bits."""
 
     bits: int = 4
-    """Bits of a weight."""
+    """Number of bits of a weight."""
 
     double: bool = True
-    """True quantizes the scales of 4-bit weights too."""
+    """True if the scales of 4-bit weights are quantized too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,15 @@ class Float8Wish:
     """Value of the field `float8`: matrix products of linear layers in 8-bit floats."""
 
     recipe: str = "tensorwise"
-    """torchao's name for the range of one scale: a whole matrix, or each of its rows."""
+    """torchao's name for the elements that share a scale: `tensorwise` for a whole matrix, `rowwise` for a
+    row.
+    """
 
 
 QUANTIZE = Wish[QuantizeWish | None]("quantize", QuantizeWish | None, None)
-"""The field `quantize`: linear layers with quantized weights; None leaves them in `weights_dtype`."""
+"""The field `quantize`: settings of quantized weights in linear layers; None keeps `weights_dtype`."""
 
 FLOAT8 = Wish[Float8Wish | None]("float8", Float8Wish | None, None, touches=("passes",))
-"""The field `float8`: linear layers whose products are computed in 8-bit floats; None computes them in the
-dtype of their inputs."""
+"""The field `float8`: settings of linear layers whose products are computed in 8-bit floats. None computes
+them in the dtype of their inputs.
+"""

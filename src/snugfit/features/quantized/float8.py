@@ -70,31 +70,31 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     if why := why_unconverted(model):
         raise RecipeError(f"{why}. Try 'bf16'.")
     chosen = {id(module) for module in convertible(model)}
-    # The number of tokens is the inner dimension of a weight's gradient, and no multiple of 16 by itself.
+    # The number of tokens is the inner dimension for a weight's gradient, and may not be a multiple of 16.
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
-    # The original layers are noted before they are replaced, to undo the conversion.
+    # The original layers are stored before the conversion, in order to undo it.
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
-    # torchao creates each layer on `meta` first, which a simulation would count as a tensor of its device
+    # torchao creates each layer on `meta` first, and a simulation would count it as a device tensor
     with _disable_current_modes():
         convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
     for name, module in before.items():
         converted = model.get_submodule(name)
-        # torchao's layers begin in training mode.
+        # torchao's converted layers are in training mode at first.
         converted.train(module.training)
         _BEFORE[converted] = module
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the linear layers that may be converted: plain `nn.Linear` with trained weights, inside the
+    """Yield the linear layers that may be converted: plain `nn.Linear` with trained weights, inside of the
     repeated layers.
     """
     import torch
 
-    # The head stays in 16 bits, as in torchtitan.
+    # The output head stays in 16 bits, as in torchtitan.
     for layers in layer_stacks(model):
         for module in (one for layer in layers for one in layer.modules()):
             if (
-                # A subclass may compute something else.
+                # A subclass may compute a different result.
                 type(module) is torch.nn.Linear
                 and module.weight.requires_grad
                 and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
@@ -103,7 +103,9 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def why_unconverted(model: torch.nn.Module) -> str:
-    """Return the reason why no linear layer of a model can be converted; empty if some can."""
+    """Return the reason why no linear layer of a model can be converted to 8-bit floats; empty if some
+    can.
+    """
     if any(convertible(model)):
         return ""
     return (
@@ -118,7 +120,7 @@ def put_back(model: torch.nn.Module) -> None:
     """
     if "torchao" not in sys.modules:
         return
-    # A list, since the modules change meanwhile.
+    # A list, because the loop changes the modules.
     for name, module in list(model.named_modules()):
         if module in _BEFORE:
             parent, _, own_name = name.rpartition(".")
@@ -126,7 +128,7 @@ def put_back(model: torch.nn.Module) -> None:
 
 
 _BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
-"""The original layer of each converted layer."""
+"""The original linear layer of each converted one."""
 
 
 def script_lines(wish: Float8Wish, job: Job) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CHOICE = "_gemm_4bit_use_custom_cuda"
 _LEAST_ROWS, _MOST_ROWS = "_GEMM_4BIT_CUSTOM_FLOOR_M", "_gemm_4bit_custom_max_m"
 _NESTED_BLOCK = 256
-"""Number of scales that share one scale of their own."""
+"""Number of scales that share a scale, if scales are quantized too."""
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def four_bit_products(policy: Policy) -> Iterator[None]:
         fused = torch.library.get_kernel("bitsandbytes::gemm_4bit", KEY).call_boxed
         with overriding():
             library.impl("gemm_4bit", _product(policy, fused), KEY, with_keyset=True, allow_override=True)
-            # bitsandbytes' own function compares a list with a size, which are never equal.
+            # bitsandbytes' own function compares a list with a torch.Size, which are never equal.
             library.impl("dequantize_4bit.out", _write_nothing, "Meta", allow_override=True)
         yield
     finally:
@@ -67,7 +67,7 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
     def gemm_4bit(
         keyset: Any,
         inputs: Any,  # (..., K)
-        packed: Any,  # two weights to a byte
+        packed: Any,  # two weights in each byte
         shape: Any,  # (N, K)
         absmax: Any,
         blocksize: int,
@@ -78,19 +78,19 @@ def _product(policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
         absmax_offset: Any = None,
     ) -> Any:
         rows = inputs.numel() // inputs.shape[-1]
-        # Few rows: one kernel without a temporary.
+        # Few rows are multiplied by one kernel without a temporary.
         if gpu and _is_fused(gpu, inputs.dtype, rows, tuple(shape), blocksize):
             scales = (absmax_8bit, absmax_code, absmax_offset)
             return fused(keyset, inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
         nested = None
-        # Scales that are quantized themselves are widened first.
+        # Quantized scales are first converted to fp32.
         if absmax_8bit is not None:
             nested = ops.dequantize_blockwise.default(
                 absmax_8bit, absmax, absmax_code, _NESTED_BLOCK, torch.float32
             )
             absmax = nested + absmax_offset
         if not gpu:
-            nested = None  # freed here; on a GPU a name holds it until the product is there
+            nested = None  # freed here; on a GPU, the variable keeps it alive until the product exists
         weight = ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
         with (
             torch.enable_grad()
@@ -121,7 +121,7 @@ def fuses(
     This depends on the number of input rows.
     """
     names = _bitsandbytes_choice()
-    # The table depends on the GPU, so its properties replace those of a device.
+    # The table depends on the GPU, so the simulated GPU's properties replace those of a device.
     names["_gpu_dispatch_props"] = lambda device_index: (multiprocessors, major, minor)
     return rows <= names[_MOST_ROWS] and bool(names[_CHOICE](0, dtype, rows, columns, inner))
 
@@ -138,17 +138,17 @@ def _bitsandbytes_choice() -> dict[str, Any]:
     spec = find_spec("bitsandbytes")
     assert spec is not None
     assert spec.origin is not None
-    # The file cannot be imported where torch has no CUDA, so the function is taken from its source.
+    # The file cannot be imported if torch has no CUDA, so the function's source is executed alone.
     source = Path(spec.origin).parent.joinpath("backends", "cuda", "ops.py").read_text(encoding="utf-8")
     names: dict[str, Any] = {"torch": torch, "functools": functools}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.name == _CHOICE:
-            node.decorator_list = []  # its cache would return the first GPU's answer for every GPU
+            node.decorator_list = []  # its cache would return the first GPU's result for every GPU
             exec(compile(ast.Module([node], []), spec.origin, "exec"), names)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             target = ast.unparse(node.targets[0])
             if target in (_LEAST_ROWS, _MOST_ROWS):
-                names.setdefault(target, node.value.value)  # CUDA's comes before ROCm's
+                names.setdefault(target, node.value.value)  # the branch for CUDA precedes that for ROCm
     if missing := {_CHOICE, _LEAST_ROWS, _MOST_ROWS} - names.keys():
         raise AttributeError(f"bitsandbytes' {sorted(missing)}")
     return names

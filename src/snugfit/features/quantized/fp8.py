@@ -104,4 +104,6 @@ def _why_unconverted(job: Job) -> str:
 
 
 _ANSWERS: dict[str, str] = {}
-"""Cached objections by task and config, because building a model without data takes up to a second."""
+"""Cached reasons against the technique, by task and config. Building a model without data takes up to a
+second.
+"""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class LowBits(Technique):
     """Loads the weights of linear layers in 4 or 8 bits, for inference (evaluation and generation)."""
 
-    # Coarse weights change a model's answers, so no plan takes them without permission.
+    # Quantized weights change a model's outputs, so plans use them only with permission.
     fidelity: ClassVar = Fidelity.LEARNS
     caveat: ClassVar = "no GPU measured its products in evaluation or generation, so seconds are uncertain."
     needs: ClassVar = ("bitsandbytes>=0.50",)

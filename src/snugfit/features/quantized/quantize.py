@@ -70,7 +70,7 @@ class QuantizeHandler(Handler):
         setup = context.setup
         weights = setup.created_dtype(context.job)
         computed = setup.product_dtype(context.job)
-        # Weights that are wider than the computation are widened after loading.
+        # Weights whose dtype is wider than that of the computation are cast after loading.
         widens = weights == "float32" != computed
         if not widens and weights != computed:
             raise context.refusal(
@@ -82,9 +82,9 @@ class QuantizeHandler(Handler):
         }  # fmt: skip
         if value.bits == 8:
             options = {"load_in_8bit": "True"}
-        elif computed != "float32":  # which is the default
+        elif computed != "float32":  # float32 is the default
             options["bnb_4bit_compute_dtype"] = f"torch.{computed}"
-        # peft trains classifiers whole, so they stay unquantized.
+        # peft trains the classifier's weights, so they stay unquantized.
         if has_classes(context.job.task):
             options["llm_int8_skip_modules"] = literal(list(HEADS))
         config = (

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 SPREAD = 0.02
-"""Standard deviation of random weights where a config names none (`initializer_range`)."""
+"""Standard deviation of random weights if the config has none (`initializer_range`)."""
 
 HEADS = ("classifier", "score")
-"""Names of the heads of classification models in transformers."""
+"""Attribute names of the output heads of transformers' classification models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class QuantizedConstruction(Construction):
     """Builds a model whose linear layers are quantized, to NF4 in blocks of 64 or to 8-bit integers."""
 
     bits: int
-    """Bits of a weight: 4 or 8."""
+    """Number of bits of a weight: 4 or 8."""
 
     double: bool
-    """True quantizes the blocks' scales too."""
+    """True if the scales of blocks are quantized too."""
 
     def config(self, model: Any) -> Any:
         """Return the `BitsAndBytesConfig` of transformers that quantizes this model.
@@ -46,7 +46,7 @@ class QuantizedConstruction(Construction):
         from transformers import BitsAndBytesConfig
         from transformers.quantizers.base import get_keys_to_not_convert
 
-        # peft trains classifiers whole, so they are not quantized.
+        # peft trains the classifier's weights, so they are not quantized.
         whole = [*get_keys_to_not_convert(model), *HEADS]
         if self.bits == 8:
             return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole)
@@ -60,15 +60,15 @@ class QuantizedConstruction(Construction):
 
     @property
     def loaded_dtype(self) -> str:
-        """The dtype of the matrix products, in which the weights are loaded before quantization."""
-        # Weights are quantized from the dtype of the products.
+        """Dtype of the matrix products, in which weights are loaded before they are quantized."""
+        # Weights are quantized from the dtype of the matrix products.
         return self.autocast or self.dtype
 
     def loading_arguments(self, model: Any) -> dict[str, Any]:
         """Return the arguments of `from_pretrained` that quantize this model."""
         import torch
 
-        # With a device map, transformers quantizes on the device, tensor by tensor.
+        # With a device map, transformers quantizes tensor by tensor on the device.
         return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -80,7 +80,7 @@ class QuantizedConstruction(Construction):
         from transformers.quantizers import AutoHfQuantizer
 
         device = torch.get_default_device()
-        # Without data and outside of a simulation's trace: only sizes are needed here.
+        # Without data, and without recording: only sizes are needed here.
         with _disable_current_modes(), torch.device("meta"), _without_initialization():
             model: Any = make()
             quantizer = AutoHfQuantizer.from_config(self.config(model))
@@ -90,7 +90,7 @@ class QuantizedConstruction(Construction):
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
         for module in model.modules():
-            # transformers would initialise quantized weights as numbers.
+            # transformers would initialize quantized weights as ordinary numbers.
             module._is_hf_initialized = _is_quantized(module)
         model.initialize_weights()
         return self.finish(model)
@@ -100,7 +100,7 @@ class QuantizedConstruction(Construction):
         import torch
 
         spread = getattr(model.config.get_text_config(), "initializer_range", SPREAD)
-        new: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are met twice
+        new: dict[nn.Parameter, nn.Parameter] = {}  # tied weights appear twice
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
@@ -113,7 +113,7 @@ class QuantizedConstruction(Construction):
                     # Biases of linear layers are zeros in transformers.
                     if _is_quantized(module):
                         torch.nn.init.zeros_(data)
-                # Both names of a tied weight get the same new one.
+                # Both names of a tied weight get the same new parameter.
                 module._parameters[name] = new[parameter]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -131,7 +131,7 @@ class QuantizedConstruction(Construction):
         torch.nn.init.normal_(values, std=spread)
         kind = Params4bit if self.bits == 4 else Int8Params
         weight: Any = kind(values, requires_grad=False, **vars(parameter))._quantize(device)
-        weight._is_hf_initialized = True  # or an outer module's initialization would write numbers into it
+        weight._is_hf_initialized = True  # otherwise an outer module would initialize it
         return weight  # type: ignore[no-any-return]
 
     def finish(self, model: Any) -> nn.Module:
@@ -143,7 +143,7 @@ class QuantizedConstruction(Construction):
         vars(model).pop("hf_device_map", None)
         dtype, computed = getattr(torch, self.dtype), getattr(torch, self.loaded_dtype)
         for parameter in model.parameters():
-            # peft widens unquantized weights too (`prepare_model_for_kbit_training`).
+            # peft casts unquantized weights to fp32 too (`prepare_model_for_kbit_training`).
             if parameter.dtype == computed != dtype:
                 parameter.data = parameter.data.to(dtype)
         return model  # type: ignore[no-any-return]
@@ -198,7 +198,7 @@ def _own_code_books(model: nn.Module, device: torch.device) -> Iterator[None]:
     if device.type != "meta":
         yield
         return
-    # bitsandbytes caches its first code book for the process; one without data must not be it.
+    # bitsandbytes caches the first code book for the process, which must not be one without data.
     book = vars(model)["code_book"] = torch.empty(256, dtype=torch.float32, device=device)
     from unittest.mock import patch
 

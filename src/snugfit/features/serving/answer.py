@@ -26,10 +26,10 @@ class ServingAnswer:
     """Name of the GPU."""
 
     engine: str
-    """`vllm`, `sglang` or `llama.cpp`."""
+    """Inference engine: `vllm`, `sglang` or `llama.cpp`."""
 
     version: str
-    """Version of the engine whose formulas were used."""
+    """Version of the engine whose memory formulas were used."""
 
     tensor_parallel: int
     """Number of GPUs over which each layer is divided."""
@@ -41,59 +41,63 @@ class ServingAnswer:
     """Reason why it does not start, with a remedy; None if it starts."""
 
     total_bytes: int
-    """Bytes of the GPU that processes can use."""
+    """Bytes of the GPU's memory that processes can use."""
 
     usable_bytes: int
-    """Bytes that the engine's share of the memory allows for weights, cache and the rest."""
+    """Bytes that the engine may use for weights, cache and everything else."""
 
     utilization: float | None
-    """That share; None for llama.cpp, which has no such option."""
+    """Share of the GPU's memory that the engine may use; None for llama.cpp, which has no such option."""
 
     weights_bytes: int
-    """Bytes of the weights and of the tables of rotary positions."""
+    """Bytes of the weights, and of the tables of rotary positions."""
 
     weights_layout: str
     """Dtype or quantization of the weights."""
 
     activation_bytes: int
-    """Bytes of the largest forward pass, which vLLM measures by a profiling run at its start."""
+    """Bytes of activations in the largest forward pass. vLLM measures them by a profiling run at its start.
+    """
 
     non_torch_bytes: int
     """Bytes outside of torch's allocator: libraries and communication."""
 
     graph_bytes: int
-    """Bytes of CUDA graphs."""
+    """Bytes of captured CUDA graphs."""
 
     graphs_reduce_cache: bool
-    """True if the engine subtracts CUDA graphs before it sizes the cache; False if it captures them in the
-    memory that its share leaves free."""
+    """True if the engine reserves memory for CUDA graphs before it sizes the cache. False if graphs use
+    memory outside of its share.
+    """
 
     cache_bytes: int
-    """Bytes left for the cache; 0 if none are left."""
+    """Bytes left for the key/value cache; 0 if none are left."""
 
     token_bytes: int
-    """Bytes of the cache that a further token of one sequence takes, at the beginning of a sequence."""
+    """Bytes of the key/value cache for one more token at the beginning of a sequence."""
 
     cache_tokens: int
-    """Tokens that the whole cache holds, as the engine reports them."""
+    """Number of tokens that the whole key/value cache holds, as the engine reports it."""
 
     sequence_tokens: int
-    """Tokens of the sequences that are counted."""
+    """Number of tokens in each of the `sequences`."""
 
     sequences: int
-    """Sequences of that length that the cache holds; 0 if the engine does not start."""
+    """Number of sequences of `sequence_tokens` tokens that the cache holds; 0 if the engine does not
+    start.
+    """
 
     most_sequences: int
-    """Sequences that the engine computes at once by its own limit."""
+    """Largest number of sequences that the engine computes at once, by its own setting."""
 
     longest: int
-    """Tokens of the longest sequence that the cache holds; 0 if none fits."""
+    """Number of tokens in the longest sequence that the cache holds; 0 if none fits."""
 
     max_model_len: int
     """Largest number of tokens of a sequence with which the engine starts."""
 
     block_size: int
-    """Tokens of one block of the cache."""
+    """Number of tokens in one block of the key/value cache."""
 
     doubts: tuple[str, ...] = ()
     """Warnings about the accuracy of the answer."""
@@ -103,7 +107,7 @@ class ServingAnswer:
         "what": (Literal["serving"], "Name of the document."),
         "basis": (Literal["formula"], "Figures are an engine's published formulas, not measurements."),
     }
-    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    """JSON keys that `to_json` adds (`report/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document that `snugfit serve --json` prints."""
@@ -115,13 +119,13 @@ class ServingComparison:
     """The predicted memory of the same inference server on several GPUs."""
 
     answers: tuple[ServingAnswer, ...]
-    """One answer per GPU."""
+    """Answers for several GPUs, one for each."""
 
     added_keys: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "schema": (Literal[1], "Version of the document."),
         "what": (Literal["servings"], "Name of the document."),
     }
-    """Keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    """JSON keys that `to_json` adds (`report/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document that `snugfit serve --all-gpus --json` prints."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
-"""transformers' auto classes of models that generate text, those with an encoder of images first."""
+"""transformers' auto classes of models that generate text. Those with an image encoder come first."""
 
 
 @lru_cache(maxsize=32)
@@ -24,10 +24,10 @@ def served_config(model: Model) -> Any:
     Raises `ModelError` for a model that no inference engine here serves, because it is no text decoder.
     """
     config = model.transformers_config("causal-lm", 2)
-    # The text model decides, and transformers 5 ties the head of Mistral 3 regardless of it.
+    # The text model's config decides, and transformers 5 ties the head of Mistral 3 regardless of it.
     if "tie_word_embeddings" in model.config.get("text_config", {}):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
-    # Encoders such as BERT have a class for causal language models too.
+    # Encoders such as BERT also have a class for causal language modeling.
     encodes = bool(class_names("masked-lm", model.architecture))
     if encodes or config.is_encoder_decoder or _class_of(config) is None:
         raise ModelError(

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from snugfit.features.serving.sizes import LayerCache
 
 MORE_LAYERS = 1.5
-"""Ratio of layers of two kinds below which the smaller kind is padded to the larger. Source: vLLM,
-`v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`, from 0.18 on. 0.15 to 0.17 have 1.25,
-and 0.33 has the function in `v1/core/kv_cache_planning.py`."""
+"""Ratio between the numbers of layers of two kinds, below which the smaller group is padded to the larger
+one. Source: vLLM, `v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`, from 0.18 on. 0.15
+to 0.17 have 1.25, and 0.33 has the function in `v1/core/kv_cache_planning.py`.
+"""
 
 ALIGNMENT = 16
-"""Tokens of which a block is a multiple when a state's page enlarges it (vllm 0.19,
-`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`). Models with MLA have 64 there."""
+"""The tokens of a block are a multiple of this number if the state of a Mamba layer enlarges it (vllm 0.19,
+`model_executor/models/config.py`, `HybridAttentionMambaModelConfig`). Models with MLA have 64 there.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,12 @@ class Group:
     """Layers with the same type of cache, such as a sliding window, that share blocks of a paged cache."""
 
     window: int | None
-    """Tokens to which attention is limited; None without a limit."""
+    """Number of tokens that a layer attends to (sliding window); None for all."""
 
     stateful: bool
-    """True for states, of which a sequence has `PagedCache.state_blocks`."""
+    """True for layers with a state, such as Mamba's. Each sequence needs `PagedCache.state_blocks` blocks for
+    it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +39,19 @@ class PagedCache:
     """The paged key-value cache of a model on one rank: its layer groups and block size."""
 
     groups: tuple[Group, ...]
-    """Groups of layers; each has as many pages in a block as another."""
+    """Groups of layers. All groups have equally many pages in a block."""
 
     block_bytes: int
-    """Bytes of one block: a page of each layer of a group."""
+    """Bytes of one block, which has a page for each layer of a group."""
 
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens in one block."""
 
     batched_tokens: int
-    """Tokens of one forward pass, which a sliding layer holds beyond its window."""
+    """Number of tokens in one forward pass. A layer with a sliding window holds them beyond its window."""
 
     state_blocks: int = 1
-    """Blocks of states of a sequence."""
+    """Number of blocks for the states of one sequence."""
 
     @property
     def token_bytes(self) -> int:
@@ -88,8 +92,8 @@ class PagedCache:
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `limit` for which `fits` is true, by bisection; 0 if there is none.
-    `fits` must also be true for each smaller number.
+    """Return the largest number up to `limit` for which the function `fits` returns True, by bisection; 0 if
+    there is none. `fits` must also return True for each smaller number.
     """
     low, high = 0, limit
     while low < high:
@@ -115,7 +119,7 @@ def paged_cache(
     per_token = max((math.ceil(layer.token_numbers * number_bytes) for layer in layers), default=0)
     state = max((layer.state_numbers * state_bytes for layer in layers), default=0)
     if state and per_token:
-        # The page of attention grows until it holds a state.
+        # The page of an attention layer is enlarged until it holds a state.
         block_size = max(block_size, math.ceil(state / per_token / ALIGNMENT) * ALIGNMENT)
     page = max(per_token * block_size, state)
     kinds: Counter[Group] = Counter()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 SUFFIXES = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
-"""Factors of a number of tokens by its suffix."""
+"""Factors of a number of tokens, by the suffix of the option's value."""
 
 SERVER = "The server"
 
@@ -242,7 +242,7 @@ def _card(name: str | None, memory: str | None) -> Gpu:
     """Return the GPU of this name, or an unnamed GPU with this memory. If the name is ambiguous, print the
     chosen GPU.
 
-    For a comparison of all GPUs, the returned GPU does not matter.
+    The returned GPU is not used for a comparison of all GPUs.
     """
     from snugfit.job.gpu import choice_of, find_gpu
     from snugfit.units import parse_bytes, show_bytes

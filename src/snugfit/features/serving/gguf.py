@@ -19,13 +19,14 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_ENTRIES, MOST_DIMENSIONS, LONGEST_TEXT = 1 << 17, 4, 1 << 24
 MOST_ITEMS = 1 << 22
 LONGEST_HEADER = 256 << 20
-"""Largest accepted counts of entries, dimensions, bytes of a text, items of a list, and bytes of a header. A
-vocabulary of 262,144 words with its merges has some 10 MB."""
+"""Largest accepted numbers of entries, dimensions, bytes of a string, items of a list, and bytes of a header.
+A vocabulary of 262,144 words with its merges has some 10 MB.
+"""
 
 SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
-"""Formats of numbers by type of a value; 7 is a truth value."""
+"""Formats of numbers for `struct`, by the type of a metadata value; 7 is a boolean."""
 
 TEXT, LIST = 8, 9
 
@@ -39,8 +40,9 @@ TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = {
     28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""Name, numbers and bytes of a block by type of a tensor (`ggml.h`, `ggml-common.h`; `GGML_QUANT_SIZES` of
-gguf 0.19, MIT)."""
+"""Name, elements per block and bytes per block, by the type of a tensor (`ggml.h`, `ggml-common.h`;
+`GGML_QUANT_SIZES` of gguf 0.19, MIT).
+"""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Sizes in ggml's order: the length of a row first."""
+    """Dimensions in ggml's order: the length of a row comes first."""
     kind: str
-    """Name of its type, such as `Q4_K`."""
+    """Name of the tensor's type, such as `Q4_K`."""
     size: int
-    """Bytes of its data."""
+    """Bytes of the tensor's data."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class GgufHeader:
     """The header of a GGUF file: its metadata and tensors."""
 
     name: str
-    """Path of the file."""
+    """Path of the GGUF file."""
 
     metadata: Mapping[str, Any]
-    """Values by key; a list of texts is its length."""
+    """Metadata values by key. A list of strings is represented by its length."""
 
     tensors: tuple[GgufTensor, ...]
 
@@ -140,7 +142,7 @@ class _HeaderReader:
             raise _fault(self._name, f"the tensor {name[:80]!r} has {dimensions} dimensions")
         shape = tuple(self._number("<Q") for _ in range(dimensions))
         kind = self._number("<I")
-        self._number("<Q")  # the offset of its data, which is not read
+        self._number("<Q")  # offset of the tensor's data, which is not read
         numbers = math.prod(shape)
         if not 0 < numbers < 1 << 50:
             raise _fault(self._name, f"the tensor {name[:80]!r} has the shape {list(shape)}")

@@ -30,25 +30,27 @@ from snugfit.features.serving.weights import weight_bytes
 from snugfit.units import show_bytes
 
 PADDING = 256
-"""Tokens of which the cache is a multiple (`llama_kv_cache::get_padding` with flash attention, and in later
-builds the constructor of `llama_context`)."""
+"""The cache's number of tokens is a multiple of this number (`llama_kv_cache::get_padding` with flash
+attention, and in later builds the constructor of `llama_context`).
+"""
 
 MOST_SLOTS = 1 << 16
-"""Largest number of slots that is counted."""
+"""Largest number of concurrent sequences (slots) that is counted."""
 
 MICRO_BATCH = 512
-"""Tokens of a micro-batch by default (`--ubatch-size`, `n_ubatch` of `common/common.h`)."""
+"""Default number of tokens in a micro-batch (`--ubatch-size`, `n_ubatch` of `common/common.h`)."""
 
 STATES_CONTEXT = 1 << 20
-"""Tokens of a sequence for a model without positions (`convert_hf_to_gguf.py`, `MambaModel`)."""
+"""Number of tokens in a sequence for a model without positions (`convert_hf_to_gguf.py`, `MambaModel`)."""
 
 MOST_LAYERS = 512
 """Largest number of layers of a model (`LLAMA_MAX_LAYERS` of llama.cpp, `src/llama-hparams.h`)."""
 
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "olmo2": 4, "exaone4": 4}
-"""Period of layers without a window by architecture, for files without `attention.sliding_window_pattern`
-(`llama_hparams::set_swa_pattern`, called in `llama-model.cpp`, in later builds in `models/*.cpp`). Other
-architectures have none, and their layers keep all tokens."""
+"""One of each such number of layers has no sliding window, by architecture. Used for files without
+`attention.sliding_window_pattern` (`llama_hparams::set_swa_pattern`, called in `llama-model.cpp`, in later
+builds in `models/*.cpp`). Other architectures have none, and their layers keep all tokens.
+"""
 
 
 class _ServedParts(NamedTuple):
@@ -142,7 +144,7 @@ def _from_config(request: ServingRequest) -> _ServedParts:
             f"{request.model.name} is quantized by {layout.name}, which llama.cpp does not read. Name a "
             ".gguf file of the model."
         )
-    # The embedding stays on the host; a tied one is copied to the GPU as the head (`load_tensors`).
+    # The embedding stays on the host. If it is tied to the head, the GPU gets a copy (`load_tensors`).
     tied = getattr(served_config(request.model).get_text_config(), "tie_word_embeddings", False)
     on_host = 0 if tied else sizes.vocabulary * sizes.hidden * 2
     longest = sizes.longest or STATES_CONTEXT
@@ -158,7 +160,7 @@ def _from_header(header: GgufHeader) -> _ServedParts:
             f"{header.name}: it has no token_embd.weight, so it is not a model of text. Name another file."
         )
     total = sum(tensor.size for tensor in header.tensors)
-    # The embedding stays on the host; without a head of its own, a copy is on the GPU.
+    # The embedding stays on the host. A model without a head gets a copy on the GPU.
     weights = total - embedding.size if "output.weight" in tensors else total
     largest = max(header.tensors, key=lambda tensor: tensor.size if "blk." in tensor.name else 0)
     return _ServedParts(

@@ -12,7 +12,7 @@ from itertools import pairwise
 from snugfit.errors import UsageError, escape_controls
 
 COMMANDS = ("predict", "gpus")
-"""Commands that have the phase."""
+"""Commands of snugfit that have the phase `serve`."""
 
 
 def as_serve(words: Sequence[str]) -> Sequence[str]:
@@ -39,7 +39,9 @@ def as_serve(words: Sequence[str]) -> Sequence[str]:
 
 
 def _with_engine_version(words: Sequence[str]) -> list[str]:
-    """Return the words with `--engine-version` for `--version` and a number. Alone, that is snugfit's own."""
+    """Return the words of a command line with `--engine-version` in place of `--version` and a number.
+    `--version` alone belongs to snugfit.
+    """
     return [
         "--engine-version" if word == "--version" and after[:1].isdigit() else word
         for word, after in zip(words, [*words[1:], ""], strict=True)

@@ -16,7 +16,7 @@ from snugfit.features.serving.weights import weight_bytes
 from snugfit.units import GIB, show_bytes
 
 LEAST_MEMORY = GIB
-"""Smallest memory in bytes of a GPU for which there are predictions."""
+"""Smallest GPU memory in bytes for which predictions are made."""
 
 
 def predict_serving(request: ServingRequest) -> ServingAnswer:
@@ -58,7 +58,7 @@ def _predict_paged(request: ServingRequest) -> ServingAnswer:
         )
     sizes = read_sizes(request.model, request.tensor_parallel)
     dtype = request.dtype or request.model.dtype or "float16"
-    # Engines load checkpoints in fp32 as 16 bits unless the dtype is named.
+    # Engines load fp32 checkpoints in 16 bits, unless the user sets a dtype.
     if dtype == "float32" and request.dtype is None:
         dtype = "float16"
     if dtype not in ("float32", "float16", "bfloat16"):

@@ -1,7 +1,7 @@
 """Published memory figures of vLLM servers at their start, and predictions for the same servers.
 
-`vllm_starts.json` has figures from logs and a report of llm-d-planner (Apache-2.0), with their address. Every
-third model, by its name, is used to fit the constants of `vllm.py`; the others test them.
+`vllm_starts.json` has figures from logs and a report of llm-d-planner (Apache-2.0), with their web address.
+Every third model, sorted by name, is used to fit the constants of `vllm.py`; the others test them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from snugfit.job.model import Model
 from snugfit.units import GIB
 
 FIT_EVERY = 3
-"""Interval of the models, sorted by their names in lower case, by which constants are fitted; the others test
-them.
-"""
+"""Every third model, sorted by lower-case name, is used to fit constants. The others test them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class PublishedStart:
     row: Mapping[str, Any]
     model: Model
     fits: bool
-    """True if constants were fitted to its model."""
+    """True if the engine's constants were fitted to this model."""
 
     @property
     def configuration(self) -> tuple[Any, ...]:
@@ -79,7 +77,7 @@ def cache_error(start: PublishedStart, answer: ServingAnswer) -> float:
 
 
 def distinct(starts: Iterable[PublishedStart]) -> Sequence[PublishedStart]:
-    """Return the first published start of each different configuration."""
+    """Return the first published start of each distinct configuration."""
     starts_by_options: dict[tuple[Any, ...], PublishedStart] = {}
     for start in starts:
         starts_by_options.setdefault(start.configuration, start)

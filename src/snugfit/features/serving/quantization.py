@@ -12,16 +12,16 @@ from typing import Any
 from snugfit.errors import ModelError, did_you_mean
 
 METHODS = ("fp8", "awq", "gptq", "compressed-tensors", "modelopt", "mxfp4", "bitsandbytes")
-"""Values of `quant_method` whose layouts are here."""
+"""Values of `quant_method` in configs whose weight layouts are in this file."""
 
 AT_START = ("fp8",)
-"""Methods by which vLLM and sglang quantize weights of 16 bits while they load them."""
+"""Methods by which vLLM and sglang quantize 16-bit weights while loading them."""
 
 MOST_BITS, LONGEST_PATTERN = 16, 300
-"""Largest accepted bits of a weight, and characters of a regular expression."""
+"""Largest accepted number of bits of a weight, and of characters of a regular expression."""
 
 WRAPPERS = frozenset({"model", "language_model"})
-"""Parts of module names that checkpoints of one architecture place differently."""
+"""Parts of module names that checkpoints of one architecture have at different positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,34 +29,36 @@ class LinearLayout:
     """The storage format of a linear layer's weight: bits, scales and zero points."""
 
     name: str
-    """Name for reports: `fp8`, `awq 4 bits`."""
+    """Name of the layout in reports, such as `fp8` or `awq 4 bits`."""
 
     bits: int
-    """Bits of a weight."""
+    """Number of bits of a weight."""
 
     scale_bytes: int
     """Bytes of one scale."""
 
     group: int = 0
-    """Inputs that share a scale; 0 for one scale per output, or per matrix if `per_matrix`."""
+    """Number of inputs that share a scale; 0 for one scale per output, or per matrix if `per_matrix`."""
 
     rows: int = 1
-    """Outputs that share a scale with a group: 128 for blocks of 128 by 128."""
+    """Number of outputs that share a scale: 128 for blocks of 128 by 128, otherwise 1."""
 
     per_matrix: bool = False
-    """True if a matrix has one scale."""
+    """True if a whole matrix has one scale."""
 
     zero_bits: int = 0
-    """Bits of the zero point that a group has; 0 for symmetric weights."""
+    """Bits of each group's zero point; 0 for symmetric quantization."""
 
     excluded: tuple[str, ...] = ()
-    """Names of modules that stay in 16 bits; `re:` begins a regular expression, `*` matches any text."""
+    """Names of modules that stay in 16 bits. A name after `re:` is a regular expression, and `*` matches any
+    text.
+    """
 
     experts_only: bool = False
     """True if only the matrices of experts are quantized."""
 
     def __post_init__(self) -> None:
-        # Sizes come from a file; `read_layout` reports the error.
+        # Sizes come from a file, and `read_layout` reports an error.
         if not 1 <= self.bits <= MOST_BITS or self.rows < 1 or self.group < 0:
             raise ValueError(f"{self.bits} bits in groups of {self.group}")
 
@@ -249,5 +251,5 @@ def _bare(name: str) -> str:
 
 
 def _within(pattern: str, name: str) -> bool:
-    """Return True if the pattern matches whole components (between dots) of a module's name."""
+    """Return True if the pattern matches whole parts (between dots) of a module's name."""
     return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")

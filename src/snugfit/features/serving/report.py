@@ -33,7 +33,7 @@ def _rows(answer: ServingAnswer) -> Iterator[tuple[str, str, str]]:
     share = f"{answer.utilization:g} of {show_bytes(answer.total_bytes)}" if answer.utilization else ""
     yield "may be used", show_bytes(answer.usable_bytes), share
     yield "weights", show_bytes(answer.weights_bytes), answer.weights_layout
-    # sglang and llama.cpp keep these outside of the cache's budget, or allocate a fixed buffer.
+    # sglang and llama.cpp keep this memory outside of the cache's budget, or allocate a fixed buffer.
     peak = {"vllm": "profiling run", "sglang": "kept free for a prompt", "llama.cpp": "graph's buffer"}
     yield "activations", show_bytes(answer.activation_bytes), peak[answer.engine]
     yield "outside torch", show_bytes(answer.non_torch_bytes), "libraries, communication"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from snugfit.job.model import Model
 
 ENGINES = ("vllm", "sglang", "llama.cpp")
-"""Engines whose formulas are here."""
+"""Inference engines whose memory formulas are known."""
 
 VERSIONS: Mapping[str, tuple[str, str, str]] = {
     "vllm": (r"0\.([0-9]{1,4})(\.[0-9]{1,4})?", "0.15 to 0.33", "0.33"),
@@ -31,10 +31,11 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "sglang": (4, 9),
     "llama.cpp": (6325, math.inf),
 }
-"""Bounds of the known versions: minor versions of vLLM, patches of sglang 0.5, builds of llama.cpp. From
-0.5.10 on, sglang reserves memory for graphs of prompts, and 0.5.23 sizes its cache after them. Build 6325 of
-llama.cpp is the first that chooses flash attention by itself (pull request 15434; the build's number was not
-checked against the source)."""
+"""First and last known version of each engine: minor versions of vLLM, patches of sglang 0.5, builds of
+llama.cpp. From 0.5.10 on, sglang reserves memory for graphs of prompts, and 0.5.23 sizes its cache after
+them. Build 6325 of llama.cpp is the first that chooses flash attention by itself (pull request 15434; the
+build's number was not checked against the source).
+"""
 
 CACHE_BYTES: Mapping[str, Mapping[str, float]] = {
     "vllm": {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1},
@@ -44,9 +45,10 @@ CACHE_BYTES: Mapping[str, Mapping[str, float]] = {
         "q4_0": 18 / 32, "iq4_nl": 18 / 32,
     },
 }  # fmt: skip
-"""Bytes of a cached number by engine and dtype (vllm 0.19, `CacheDType` of `config/cache.py`). fp4 of sglang
-has a scale of one byte for 16 numbers (`get_cell_size_per_token`). Quantized types of llama.cpp pack 32
-numbers with a scale (`ggml-common.h`)."""
+"""Bytes of one element of the key/value cache, by engine and dtype (vllm 0.19, `CacheDType` of
+`config/cache.py`). fp4 of sglang has a scale of one byte for 16 numbers (`get_cell_size_per_token`).
+Quantized types of llama.cpp pack 32 numbers with a scale (`ggml-common.h`).
+"""
 
 MOST_RANKS, MOST_TOKENS = 1024, 1 << 24
 
@@ -62,13 +64,13 @@ class ServingRequest:
     """
 
     model: Model | GgufHeader
-    """The architecture, or the header of a GGUF file, which llama.cpp reads."""
+    """The model's architecture, or the header of a GGUF file for llama.cpp."""
 
     gpu: Gpu
-    """The GPU of each rank."""
+    """The GPU, the same for each rank."""
 
     engine: str = "vllm"
-    """`vllm`, `sglang` or `llama.cpp`."""
+    """Inference engine: `vllm`, `sglang` or `llama.cpp`."""
 
     version: str | None = None
     """Version of the engine; None for the newest known one."""
@@ -80,19 +82,19 @@ class ServingRequest:
     """Largest number of tokens of a sequence; None for the model's own."""
 
     block_size: int | None = None
-    """Tokens of one block of the cache."""
+    """Number of tokens in one block of the key/value cache; None for the engine's default."""
 
     max_num_seqs: int | None = None
-    """Largest number of sequences at once."""
+    """Largest number of sequences that are computed at once; None for the engine's default."""
 
     max_batched_tokens: int | None = None
-    """Largest number of tokens of one forward pass."""
+    """Largest number of tokens in one forward pass; None for the engine's default."""
 
     cache_dtype: str = "auto"
-    """Dtype of the cache; `auto` is that of the weights, and f16 in llama.cpp."""
+    """Dtype of the key/value cache. `auto` is the dtype of the weights, and f16 in llama.cpp."""
 
     dtype: str | None = None
-    """Dtype of weights that are not quantized; None for that of the checkpoint."""
+    """Dtype of weights that are not quantized; None for that in the checkpoint."""
 
     quantization: str | None = None
     """Method by which the engine quantizes weights at its start; None for the checkpoint's own."""
@@ -101,10 +103,10 @@ class ServingRequest:
     """Number of GPUs over which each layer is divided."""
 
     cuda_graphs: bool = True
-    """False for an engine that runs eagerly."""
+    """True if the engine captures CUDA graphs; False if it runs eagerly."""
 
     tokens: int | None = None
-    """Tokens of the sequences to count; None for `max_model_len`."""
+    """Number of tokens in each counted sequence; None for `max_model_len`."""
 
     def __post_init__(self) -> None:
         from snugfit.features.serving.gguf import GgufHeader
@@ -137,12 +139,12 @@ class ServingRequest:
 
     @property
     def known_version(self) -> str:
-        """The version of the engine; by default the one whose formulas are implemented."""
+        """The version of the engine; by default the newest one whose formulas are implemented."""
         return (self.version or VERSIONS[self.engine][2]).removeprefix("v")
 
     @property
     def minor(self) -> int:
-        """The minor version of the engine: 33 for vLLM 0.33."""
+        """The minor version of the engine, such as 33 for vLLM 0.33."""
         parts = re.fullmatch(VERSIONS[self.engine][0], self.known_version)
         return int(parts[1]) if parts and self.engine == "vllm" else 0
 

@@ -20,40 +20,45 @@ from snugfit.features.serving.weights import DTYPE_BYTES
 from snugfit.units import GIB, MIB
 
 RANK_BUFFERS = int((NON_TORCH_RANKS - NON_TORCH) * GIB)
-"""Bytes per rank of several for communication, those of vLLM."""
+"""Bytes for communication on each of several ranks, as in vLLM."""
 
 DEFAULTS = (
     (20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512), (None, 16384, 512, 512),
 )  # fmt: skip
-"""Defaults of GPUs below a number of GiB (`server_args.py`, `_handle_gpu_memory_settings`): tokens of a chunk
-of a prompt, and the largest batch of CUDA graphs. The last number is for four ranks and more. The memory is
-that of nvidia-smi (`get_nvgpu_memory_capacity` of `srt/utils/common.py`).
+"""Limits of GPU memory in GiB, with sglang's defaults below each: tokens of a prompt's chunk, and largest
+batch of CUDA graphs (`server_args.py`, `_handle_gpu_memory_settings`). The last number is that batch for four
+ranks and more. The memory is that of nvidia-smi (`get_nvgpu_memory_capacity` of `srt/utils/common.py`).
 """
 
 META_MIB, PER_TOKEN_MIB, PER_GRAPH_MIB, PER_RANK_MIB = 512, 1.5, 2, 128
-"""MiB that the default share leaves free: constant, per token of a chunk, per sequence of the largest CUDA
-graph, per rank (`_handle_gpu_memory_settings`)."""
+"""MiB that sglang's default memory share leaves free (`_handle_gpu_memory_settings`). They are a constant,
+per token of a chunk, per sequence of the largest CUDA graph, and per rank.
+"""
 
 LARGE_GIB, LEAST_FREE_MIB = 60, 10 * 1024
-"""Size in GiB from which a GPU counts as large, and the least MiB that a large GPU leaves free."""
+"""GiB from which sglang counts a GPU as large, and the least MiB that it leaves free on a large GPU."""
 
 ENCODER, GROWTH, LEAST_FACTOR, MOST_FACTOR = 0.95, 0.1, 0.8, 1.05
-"""Factor of the default share for an encoder of images as large as ViT-L/14. A second factor falls with each
-further such size, within bounds (`adjust_mem_fraction_for_vlm`)."""
+"""Factor on the default memory share for a model with an image encoder of the size of ViT-L/14. A second
+factor falls with each further such size, within bounds (`adjust_mem_fraction_for_vlm`).
+"""
 
 ENCODER_LAYERS, ENCODER_WIDTH = 24, 1024
-"""Layers and width of ViT-L/14, also the default of a config without them."""
+"""Number of layers and width of ViT-L/14, used for a config without them."""
 
 STATE_RATIO, STATES_PER_REQUEST = 0.9, 3
-"""Memory of states by that of tokens (`mamba_full_memory_ratio`), and states that a running request takes
-beside the cache of prefixes (`MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO`)."""
+"""Ratio of the memory for states to that for tokens (`mamba_full_memory_ratio`). Then the states of a running
+request in addition to the prefix cache (`MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO`).
+"""
 
 WINDOW_RATIO = 0.8
-"""Tokens of layers with a window by those of the others (`swa_full_tokens_ratio`)."""
+"""Ratio of cached tokens in layers with a sliding window to those in other layers (`swa_full_tokens_ratio`).
+"""
 
 FEWEST_REQUESTS, MOST_REQUESTS, PER_CONTEXT = 2048, 4096, 512
-"""Bounds of the number of running requests, and requests per context that the cache holds
-(`model_runner_kv_cache_mixin.py`)."""
+"""Bounds of the number of running requests, and requests for each sequence of full length that the cache
+holds (`model_runner_kv_cache_mixin.py`).
+"""
 
 
 def predict_sglang(
@@ -65,7 +70,7 @@ def predict_sglang(
     chunk, graphs = _defaults(request, capacity)
     share = request.utilization or _default_share(request, capacity, chunk, graphs)
     held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
-    # Communication is set up before the free memory is read.
+    # Communication buffers are allocated before the free memory is read.
     outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
     free = total - outside
     available = int(free * share) - held
@@ -74,7 +79,7 @@ def predict_sglang(
     tokens = request.tokens or length
     token, state = _token_bytes(sizes, cached), _state_bytes(sizes, number)
     page = request.block_size or 1
-    # States take their share first (`handle_max_mamba_cache`, with the cache of prefixes, the default).
+    # Memory for states is divided first (`handle_max_mamba_cache`, with the prefix cache, the default).
     states = int(max(0, available) * STATE_RATIO / (1 + STATE_RATIO)) // state if state else 0
     room = max(0, available - states * state)
     requests = states // STATES_PER_REQUEST
@@ -127,7 +132,7 @@ def _refusal(
 
 
 def _defaults(request: ServingRequest, capacity: int) -> tuple[int, int]:
-    """Return sglang's default tokens of a prefill chunk, and largest batch of CUDA graphs."""
+    """Return sglang's default number of tokens in a prompt's chunk, and its largest batch of CUDA graphs."""
     chunk, few, many = next(row[1:] for row in DEFAULTS if row[0] is None or capacity < row[0] * GIB)
     return request.max_batched_tokens or chunk, few if request.tensor_parallel < 4 else many
 

@@ -13,14 +13,17 @@ from snugfit.job.model import Model
 ATTENTION = ("full_attention", "attention", "hybrid")
 SLIDING = ("sliding_attention", "chunked_attention")
 STATEFUL = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
-"""Names of kinds of layers in `layer_types` of transformers. Another kind, such as `mlp`, has no cache."""
+"""Parts of the names in transformers' `layer_types` of layers with a state. Other kinds, such as `mlp`, have
+no cache.
+"""
 
 DEFAULT_LENGTH = 2048
-"""Tokens of a sequence in vLLM and sglang for a config without positions (vllm 0.19,
-`_get_and_verify_max_len` of `config/model.py`; sglang 0.5.9, `get_context_length`)."""
+"""Default sequence length in tokens in vLLM and sglang for a config without positions (vllm 0.19,
+`_get_and_verify_max_len` of `config/model.py`; sglang 0.5.9, `get_context_length`).
+"""
 
 FAST_LENGTHS = ("linear", "dynamic")
-"""Types of rotary scaling of which `max_position_embeddings` is the length before scaling."""
+"""Types of rotary scaling for which `max_position_embeddings` is the length before scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +31,15 @@ class LayerCache:
     """Elements in one layer's key-value cache on one rank. Their bytes follow from the cache's dtype."""
 
     token_numbers: int = 0
-    """Numbers per token: keys and values, or the latent vector of MLA. 0 for a layer with a state only."""
+    """Cached elements per token: keys and values, or MLA's latent vector; 0 for a layer with a state only."""
 
     window: int | None = None
-    """Tokens to which attention is limited; None without a limit."""
+    """Number of tokens that the layer attends to (sliding window); None for all."""
 
     state_numbers: int = 0
-    """Numbers per sequence, independent of its length: states of Mamba, convolutions, linear attention."""
+    """Cached elements per sequence, independent of its length: states of Mamba, convolutions or linear
+    attention.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,37 +50,38 @@ class ModelSizes:
     """Width of the hidden states."""
 
     vocabulary: int
-    """Columns of the logits."""
+    """Number of words in the vocabulary, the width of the logits."""
 
     intermediate: int
     """Width of the largest dense MLP, before it is divided over ranks."""
 
     heads: int
-    """Heads of queries over all ranks; 0 for a model without attention."""
+    """Number of query heads over all ranks; 0 for a model without attention."""
 
     key_heads: int
-    """Heads of keys over all ranks; 0 for MLA and for a model without attention."""
+    """Number of key heads over all ranks; 0 for MLA and for a model without attention."""
 
     longest: int | None
-    """Largest number of tokens of a sequence by the config; None without a limit."""
+    """Largest sequence length in tokens by the config; None without a limit."""
 
     experts_per_token: int
-    """Experts that compute a token; 0 without experts."""
+    """Number of experts that compute each token; 0 without experts."""
 
     expert_width: int
     """Width of one expert's MLP, before it is divided over ranks."""
 
     multimodal: bool
-    """True if the model has an encoder of images or sound."""
+    """True if the model has an encoder for images or sound."""
 
     position_numbers: int
-    """Numbers in the tables of rotary positions, which an engine computes at its start."""
+    """Number of elements in the tables of rotary positions, which an engine computes at its start."""
 
     absorbed_numbers: int
-    """Numbers in the second copies of MLA's projections, which an engine derives from the weights."""
+    """Number of elements in the second copies of MLA's projections, which an engine derives from the weights.
+    """
 
     layers: tuple[LayerCache, ...]
-    """The layers that have a cache."""
+    """Cache sizes of the layers that have a cache."""
 
 
 def read_sizes(model: Model, tensor_parallel: int) -> ModelSizes:
@@ -102,7 +108,7 @@ def _sizes_of(config: Any, tensor_parallel: int) -> ModelSizes:
     return ModelSizes(
         hidden=hidden,
         vocabulary=_first(text, "vocab_size"),
-        # Architectures without the key have four times the width (GPT-2, Falcon, BLOOM).
+        # For architectures without the key, the MLP is four times as wide (GPT-2, Falcon, BLOOM).
         intermediate=intermediate or 4 * hidden,
         heads=heads,
         key_heads=0 if getattr(text, "kv_lora_rank", None) else _key_heads(text),
@@ -141,7 +147,7 @@ def _kinds_without_list(config: Any, count: int) -> list[str]:
     """Return the type of each layer (attention, window, Mamba, ...) of an architecture whose config does not
     list them.
     """
-    # Mistral and Phi-3 have one window for all layers; Mixtral's config has the key without a value.
+    # Mistral and Phi-3 have one window for all layers. Mixtral's config has the key without a value.
     return ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * count
 
 
@@ -166,7 +172,7 @@ def _key_heads(config: Any) -> int:
     """Return the number of key and value heads over all ranks. Without one in the config, it is that of query
     heads.
     """
-    # Older configs mark one head of keys by a switch, which Falcon's newer architecture ignores.
+    # Older configs set a single key head by a switch, which Falcon's newer architecture ignores.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     return _first(config, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads")
@@ -252,7 +258,7 @@ def _first(config: Any, *names: str) -> int:
     """Return the first integer that a config has under one of these keys; 0 if there is none."""
     for name in names:
         value = getattr(config, name, None)
-        # Some configs give a size for each layer; the largest decides the memory of one run.
+        # Some configs have a size for each layer. The largest one decides the memory.
         if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
             return int(max(value))
         if isinstance(value, int) and not isinstance(value, bool) and value:

@@ -30,66 +30,79 @@ from snugfit.units import GIB, MIB, show_bytes
 
 NEW_SAMPLER, NEW_NON_TORCH, NEW_BUDGET, FLASHINFER = 17, 18, 20, 21
 HYBRID_PREFIXES, LARGER_DEFAULTS, SMALLER_GB10 = 26, 28, 33
-"""Minor versions of changes. 0.17 has a sampler by Triton, and 0.18 published a larger non-torch memory. 0.20
-has a default share of 0.92 (`config/cache.py`), and its estimate of CUDA graphs reduces the cache
-(`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of `envs.py`). 0.21 samples by FlashInfer. 0.26 caches prefixes
-of models with states (`is_prefix_caching_supported` of `config/model.py`). 0.28 has larger defaults on large
-GPUs, and 0.33 smaller ones on a GB10."""
+"""Minor versions of vLLM in which its memory use changed. 0.17 has a sampler by Triton, and 0.18 published a
+larger non-torch memory. 0.20 has a default share of 0.92 (`config/cache.py`), and its estimate of CUDA graphs
+reduces the cache (`VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS` of `envs.py`). 0.21 samples by FlashInfer. 0.26
+caches prefixes of models with states (`is_prefix_caching_supported` of `config/model.py`). 0.28 has larger
+defaults on large GPUs, and 0.33 smaller ones on a GB10.
+"""
 
 SAMPLER_FLOATS = 3
-"""Copies of the logits in fp32 at the sampler's peak: logits, probabilities and exponential noise
-(`v1/sample/sampler.py`, and `random_sample` of `v1/sample/ops/topk_topp_sampler.py`). FlashInfer has masked
-logits in the place of noise (`top_k_top_p_sampling_from_logits`). Logits in the model's dtype are a
-fourth."""
+"""Number of fp32 tensors of the logits' size at the sampler's peak: logits, probabilities and exponential
+noise (`v1/sample/sampler.py`, and `random_sample` of `v1/sample/ops/topk_topp_sampler.py`). FlashInfer has
+masked logits in the place of noise (`top_k_top_p_sampling_from_logits`). A fourth tensor has the logits in
+the model's dtype.
+"""
 
 SORTED_BYTES = 38
 """Bytes per logit at the peak of the sampler before 0.17, which sorts. Fitted to the published peaks of
 Qwen3-14B under 0.15 and 0.16."""
 
 CUBLAS_WORKSPACE, OLDER_WORKSPACE = 32 * MIB, 8_519_680
-"""Bytes of cuBLAS's workspace from Hopper on, and before (torch, `ATen/cuda/CublasHandlePool.cpp`)."""
+"""Bytes of cuBLAS's workspace on Hopper and newer GPUs, and on older ones (torch,
+`ATen/cuda/CublasHandlePool.cpp`).
+"""
 
 FORWARD_HIDDEN = 3.75
-"""Hidden states of a batch that are live beside an MLP's two halves and their product. Fitted to the peak of
-CodeLlama-7b, whose forward pass exceeds its sampler."""
+"""Number of hidden-state tensors of a batch that are live next to an MLP's two halves and their product.
+Fitted to the peak of CodeLlama-7b, whose forward pass exceeds its sampler.
+"""
 
 NON_TORCH = 0.25
-"""GiB outside of torch's allocator on one GPU: kernels and handles of libraries. Fitted."""
+"""GiB outside of torch's allocator on a single GPU, for kernels and handles of libraries. Fitted."""
 
 NON_TORCH_BEFORE = 0.13
-"""The same before 0.18, as published for Qwen3-14B."""
+"""GiB outside of torch's allocator on a single GPU before vLLM 0.18, as published for Qwen3-14B."""
 
 NON_TORCH_RANKS = 2.1
-"""GiB outside of torch's allocator per rank of several: buffers of NCCL and of the all-reduce. Fitted."""
+"""GiB outside of torch's allocator on each of several ranks, for buffers of NCCL and the all-reduce. Fitted.
+"""
 
 FIRST_GRAPHS, NEXT_GRAPHS = 212 * MIB, int(13.6 * MIB)
-"""Bytes of the first pair of CUDA graphs, whole and in pieces, and of each further pair. Fitted to logged
-estimates."""
+"""Bytes of the first pair of CUDA graphs (full and piecewise), and of each further pair. Fitted to logged
+estimates.
+"""
 
 CONTEXT = int(0.51 * GIB)
-"""Bytes of the CUDA context of a worker on an H100, by its first log line. It is outside of the share."""
+"""Bytes of a worker's CUDA context on an H100, from its first log line. They are outside of the engine's
+share.
+"""
 
 LARGE_GPU, LARGEST_GPU = 70 * GIB, 160 * GIB
-"""Bytes of memory from which the default is 8,192 tokens and 1,024 sequences, except on an A100. From the
-second on it is 16,384 tokens (vllm 0.33, `get_batch_defaults` of `engine/arg_utils.py`)."""
+"""GPU memory in bytes from which the default batch is 8,192 tokens and 1,024 sequences, except on an A100.
+From the second limit on it is 16,384 tokens (vllm 0.33, `get_batch_defaults` of `engine/arg_utils.py`).
+"""
 
 SMALL_CAPABILITY = (12, 1)
-"""Compute capability of a GB10, which has the smaller defaults from 0.33 on."""
+"""Compute capability of a GB10, which has smaller defaults from vLLM 0.33 on."""
 
 LARGEST_GRAPH, DATACENTER_BLACKWELL = 512, 10
-"""Largest batch of CUDA graphs, and the major compute capability that has twice as many from 0.28 on
-(`_set_cudagraph_sizes` of `config/vllm.py`)."""
+"""Largest batch size of CUDA graphs, and the major compute capability with twice as many from 0.28 on
+(`_set_cudagraph_sizes` of `config/vllm.py`).
+"""
 
 VOCABULARY_PADDING = 64
-"""Rows of which the embedding is a multiple (`vocab_parallel_embedding.py`, `DEFAULT_VOCAB_PADDING_SIZE`)."""
+"""The embedding's number of rows is a multiple of this number (`vocab_parallel_embedding.py`,
+`DEFAULT_VOCAB_PADDING_SIZE`).
+"""
 
 NO_WORKSPACE = ("mxfp4",)
-"""Layouts whose kernels for experts have no workspaces of this form."""
+"""Weight layouts whose expert kernels do not need the usual workspaces."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """vLLM's options, with its defaults for this GPU in the place of None."""
+    """vLLM's options, with its defaults for this GPU in place of None."""
 
     share: float
     batched: int
@@ -161,10 +174,10 @@ def profile_peak(
         # multiprocessor (`v1/sample/ops/topk_topp_triton.py`, `apply_top_k_top_p_triton`).
         programs = min(1 << (rows - 1).bit_length(), request.gpu.sm_count or 0)
         sampler += programs * sizes.vocabulary * 4
-    # All hidden states of the forward pass stay. Each sequence's last one is copied, and
+    # All hidden states of the forward pass stay alive. Each sequence's last one is copied, and
     # `_dummy_sampler_run` has random ones of this shape.
     sampler += hidden + 2 * rows * sizes.hidden * number
-    # `profile_run` caches outputs of the encoder for a batch (`v1/core/encoder_cache_manager.py`,
+    # `profile_run` keeps the encoder's outputs for a batch (`v1/core/encoder_cache_manager.py`,
     # `compute_mm_encoder_budget`).
     encoder = hidden if sizes.multimodal else 0
     return max(forward, sampler) + workspace + encoder
@@ -203,7 +216,8 @@ def _options(request: ServingRequest, sizes: ModelSizes) -> Options:
     largest = request.minor >= LARGER_DEFAULTS and (request.gpu.memory_bytes or 0) >= LARGEST_GPU
     length = request.max_model_len or sizes.longest or DEFAULT_LENGTH
     sequences = request.max_num_seqs or (1024 if large else 256)
-    # A default does not exceed the tokens of all sequences, nor one token for each of them.
+    # The default number of tokens is at most that of all sequences, and the one of sequences at most that of
+    # tokens.
     tokens = min(16384 if largest else 8192 if large else 2048, sequences * length)
     batched = request.max_batched_tokens or tokens
     return Options(share, batched, request.max_num_seqs or min(sequences, batched), length)
@@ -278,7 +292,7 @@ def _refusal(
 
 
 def _most_share(total: int) -> float:
-    """Return the largest `gpu_memory_utilization`, in hundredths, that the free memory allows."""
+    """Return the largest `gpu_memory_utilization`, in hundredths, for which enough memory is free."""
     return int((1 - CONTEXT / total) * 100) / 100
 
 

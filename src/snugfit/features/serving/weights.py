@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number, by dtype."""
+"""Bytes of one element, by dtype."""
 
 WHOLE = re.compile(
     r"(^|\.)(router|gate|shared_expert_gate|kv_a_proj_with_mqa|q_a_proj)(\.|$)|norm", re.IGNORECASE
 )
-"""Modules that every rank has whole: routers, norms, and MLA's projections to the latent vector (vllm 0.19,
-`ReplicatedLinear` in `deepseek_v2.py`, `qwen2_moe.py` and `mixtral.py` of `model_executor/models`)."""
+"""Names of modules that are not divided over ranks: routers, norms, and MLA's projections to the latent
+vector. Source: `ReplicatedLinear` of vLLM 0.19, in `deepseek_v2.py`, `qwen2_moe.py` and `mixtral.py` of
+`model_executor/models`.
+"""
 
 KEYS = re.compile(r"(^|\.)(k_proj|v_proj)(\.|$)")
-"""Projections to keys and values. A rank has at least one head of them."""
+"""Names of projections to keys and values. Each rank has at least one of their heads."""
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-"""Modules that have the weights of experts."""
+"""Names of modules that hold the weights of experts."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Matrix:
     """One weight of the served model: its module's name, its shape, and True if quantization packs it."""
 
     module: str
-    """Name of the module that has it."""
+    """Name of the module that holds the matrix."""
 
     shape: tuple[int, ...]
-    """Its shape in transformers."""
+    """Shape of the matrix in transformers."""
 
     linear: bool
-    """True for the matrix of a linear layer or of experts, which quantization packs."""
+    """True for a matrix of a linear layer or of experts, which quantization packs."""
 
 
 def weight_bytes(
@@ -86,7 +88,7 @@ def _ranks(matrix: Matrix, tensor_parallel: int, keys: int) -> int:
 
 @lru_cache(maxsize=32)
 def _matrices(model: Model) -> tuple[Matrix, ...]:
-    """Return all weights of a model. A weight that modules share occurs once."""
+    """Return all weights of a model. A weight that several modules share occurs once."""
     return tuple(_weights_of(build_without_data(model)))
 
 

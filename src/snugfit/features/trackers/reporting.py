@@ -100,11 +100,11 @@ class Reports:
         for callback in self._callbacks:
             if hasattr(callback, "tb_writer"):
                 self._safely(callback, lambda tracker: self._resume_log(tracker, step))
-        # After a rewind in this process the trackers have begun already.
+        # After a rewind in the same process, the trackers are already initialized.
         if not self._begun:
             self._begun = True
             self._call("on_train_begin", model=model)
-        # The mean of the next line includes losses from before the resume.
+        # The mean in the next log line includes losses from before the resume.
         self._losses = self._since_the_last_line(step)
 
     def _resume_log(self, callback: Any, step: int) -> None:
@@ -114,7 +114,7 @@ class Reports:
         if callback.tb_writer is not None:
             callback.tb_writer.close()
         if callback.logging_dir is None:
-            # transformers' `default_logdir` is a folder in `runs`.
+            # transformers' `default_logdir` is a folder below `runs`.
             logs = self._run.folder / "runs"
             folders = [folder for folder in logs.glob("*") if folder.is_dir()] if not self._restart else []
             newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
@@ -122,7 +122,7 @@ class Reports:
         callback.tb_writer = callback._SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)
 
     def _since_the_last_line(self, step: int) -> list[float]:
-        """Return the losses since the last log line. A repeated step counts with its later loss only."""
+        """Return the losses since the last log line. Only the later loss of a repeated step counts."""
         first = step - step % self._run.options.logging_steps
         if first == step:
             return []
@@ -171,7 +171,7 @@ class Reports:
     def _log_end(self, event: Event) -> None:
         self._state.global_step = event["step"]
         seconds = time.perf_counter() - self._since
-        # A stopped run can be resumed, so its totals are not known yet.
+        # A stopped run may be resumed, so its totals are not known yet.
         if event["outcome"] != STOPPED and self._samples:
             speed = self._samples / seconds
             self._log({"train_runtime": seconds, "train_samples_per_second": speed})
@@ -188,7 +188,7 @@ class Reports:
             self._pass_on_saved()
             self._call(
                 "on_train_end",
-                # At the end other trackers may store the model; TensorBoard's only closes its file.
+                # At the end, trackers may upload the model. TensorBoard's only closes its file.
                 only=lambda tracker: model is not None or hasattr(tracker, "tb_writer"),
                 model=model,
             )
@@ -212,8 +212,8 @@ class Reports:
 
 
 def _copy(more: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a callback's arguments for one tracker, with new dicts, because some trackers write
-    into them.
+    """Return a copy of a callback's keyword arguments for one tracker, with new dicts, because some trackers
+    write into them.
     """
     return {name: dict(value) if isinstance(value, dict) else value for name, value in more.items()}
 

@@ -10,29 +10,29 @@ class WatchedGpu:
     """Measurements of one GPU during a watched block of code. A value that could not be measured is None."""
 
     index: int
-    """CUDA index in this process."""
+    """Index of the GPU in this process, as in `cuda:0`."""
     name: str | None = None
     uuid: str | None = None
     requested_bytes: int | None = None
-    """Peak of the bytes that this process's tensors requested."""
+    """Peak bytes that this process's tensors requested; None if unknown."""
     allocated_bytes: int | None = None
-    """Peak of the bytes of the blocks that the allocator handed out."""
+    """Peak bytes in the allocator's used blocks; None if unknown."""
     reserved_bytes: int | None = None
-    """Peak of the bytes that the allocator reserved on the device."""
+    """Peak bytes that the allocator reserved on the device; None if unknown."""
     retries: int | None = None
-    """Number of times that the allocator released its cache to serve a request."""
+    """Number of times that the allocator released its cached memory to serve a request."""
     nvml_bytes: int | None = None
-    """Peak of the bytes in use by all processes, without the driver's reserve where NVML separates it."""
+    """Peak bytes in use by all processes. The driver's reserve is excluded if NVML reports it separately."""
     process_bytes: int | None = None
-    """Part of `nvml_bytes` of this process, where the driver reports it."""
+    """Bytes of `nvml_bytes` that belong to this process; None if the driver does not report them."""
     reserve_bytes: int | None = None
-    """The driver's own reserve."""
+    """Bytes that the driver reserves for itself; None if unknown."""
     total_bytes: int | None = None
     utilization: float | None = None
-    """Mean share of the time in which a kernel ran, after the first second."""
+    """Mean share of time in which a kernel ran, after the block's first second; None if unknown."""
     utilization_fault: str | None = None
     """Reason why `utilization` is None."""
     other_processes: str | None = None
     """A sentence about other processes on the GPU; None if none were detected."""
     doubt: str | None = None
-    """Reason why a value is missing."""
+    """Reason for missing values; None if all are known."""

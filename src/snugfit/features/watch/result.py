@@ -31,12 +31,13 @@ class WatchResult:
     def __init__(self, samples: int | None = None) -> None:
         self.samples = samples
         self.seconds: float | None = None
-        """Wall time of the block; None while it runs."""
+        """Wall time of the watched block in seconds; None while it runs."""
         self.host_bytes: int | None = None
-        """Largest resident memory of this process since its start, also before the block: the kernel's
-        counter starts with the process."""
+        """Peak host memory of this process since its start, in bytes. It includes the time before the block,
+        because the kernel's counter starts with the process.
+        """
         self.thread_share: float | None = None
-        """Share of the time in which the block's own thread computed and did not wait."""
+        """Share of time in which the block's thread computed, rather than waited."""
         self.gpus: tuple[WatchedGpu, ...] = ()
         self.without_gpu: str | None = None
         """Reason why no GPU was watched."""
@@ -146,21 +147,23 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
 
 
 NEARLY_FULL = 0.95
-"""Share of the GPU's memory above which a longer batch may not fit. A choice."""
+"""Share of the GPU's memory above which a longer batch may not fit (chosen)."""
 
 HALF_EMPTY = 0.5
-"""Share of the GPU's memory below which a larger batch fits. A choice."""
+"""Share of the GPU's memory below which a larger batch fits (chosen)."""
 
 IDLE = 0.8
-"""Share of the time with running kernels below which the GPU counts as idle. A choice."""
+"""Share of time with running kernels below which the GPU counts as idle (chosen)."""
 
 BUSY, WAITING = 0.7, 0.4
-"""Shares of the time in which the thread computed: above `BUSY` it delays the GPU, below `WAITING` it waits
-too (chosen). Between them the readings do not decide."""
+"""Limits for the share of time in which the thread computed (chosen). Above `BUSY` the thread delays the GPU,
+below `WAITING` it waits too. Between them, advice is not possible.
+"""
 
 FRAGMENTED, FRAGMENTED_BYTES = 0.15, GIB
-"""Limits for reserved and unallocated memory, as a share of reserved bytes and in bytes. Above both, advice
-mentions it."""
+"""Limits of reserved but unallocated memory, as a share of reserved bytes and in bytes. Above both, the
+advice mentions fragmentation.
+"""
 
 
 def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterator[str]:

@@ -36,8 +36,9 @@ _ALLOCATOR_PEAKS = ("requested", "allocated", "reserved")
 
 
 CENSUSES_BEFORE = 4
-"""The driver's utilization covers up to a second before. Values of earlier censuses would include the time
-before the block."""
+"""Number of first readings of the driver's utilization that are ignored. A reading covers up to the last
+second, which may include time before the block.
+"""
 
 
 class _Utilization:
@@ -47,7 +48,7 @@ class _Utilization:
         self._card, self._censuses = card, 0
         self.shares: list[float] = []
         self.fault: str | None = "the block was shorter than a second"
-        """Reason why `shares` is empty."""
+        """Reason why no utilization was read; None if it was."""
 
     def read(self) -> None:
         """Record the GPU utilization once; the sampler calls it after counting the GPU's processes."""
@@ -68,7 +69,7 @@ class _SampledCard(NamedTuple):
     utilization: _Utilization
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of a `WatchedGpu` that NVML measures."""
+        """Return the fields of a `WatchedGpu` that NVML measures, by name."""
         censuses = self.sampler.censuses.values()
         shares = [process.bytes for census in censuses for process in census.own if process.bytes]
         facts: dict[str, Any] = {
@@ -96,20 +97,20 @@ class Watch:
         self._result, self._gpus, self._library = WatchResult(samples), gpus, library
         self._open = ExitStack()
         self._watched: dict[int, _SampledCard | str] = {}
-        """Sampled GPUs by CUDA index; a text is the reason why a GPU is not sampled."""
+        """Sampled GPUs by CUDA index. A string is the reason why a GPU is not sampled."""
         self._retries: dict[int, int] = {}
 
     def __enter__(self) -> WatchResult:
         self._cuda = _cuda()
         self._indices = self._choose()
-        # An error closes the cards here; otherwise they stay open until `__exit__`.
+        # After an error here the GPUs' handles are closed. Otherwise they stay open until `__exit__`.
         with ExitStack() as opened:
             if self._indices:
                 self._open_cards(opened)
             self._open = opened.pop_all()
         if self._cuda is not None and self._cuda.is_initialized():
             for index in self._indices:
-                # Work from before the block must count neither in its peaks nor in its seconds.
+                # Work from before the block must not count in its peaks or its seconds.
                 self._cuda.synchronize(index)
                 self._cuda.reset_peak_memory_stats(index)
                 self._retries[index] = self._cuda.memory_stats(index).get("num_alloc_retries", 0)
@@ -120,19 +121,19 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cuda = self._cuda or _cuda()  # torch may have been imported inside the block
-        # The block's seconds include its kernels, so the wait comes before the clock is read.
+        self._cuda = self._cuda or _cuda()  # the block may have imported torch
+        # The block's seconds include its kernels, so the host waits before it reads the clock.
         fault = self._finish_work()
         self._result.seconds = time.perf_counter() - self._began
-        # `thread_time` is of one thread, so begin and end must be in the same.
+        # `thread_time` belongs to one thread, so the block must end in the thread in which it began.
         if self._thread == threading.get_ident() and self._result.seconds:
             self._result.thread_share = min(1.0, (time.thread_time() - self._computed) / self._result.seconds)
         for watched in self._watched.values():
             if not isinstance(watched, str):
-                # The thread's last reading may precede the block's last allocation.
+                # The sampling thread's last reading may be older than the block's last allocation.
                 watched.sampler.read()
                 watched.sampler.count()
-        # The results still query NVML, so it is closed afterwards.
+        # Computing the results needs NVML, so it is closed afterwards.
         gpus = [self._result_of(index, fault) for index in self._indices]
         self._open.close()
         self._result.gpus = tuple(gpus)
@@ -195,7 +196,7 @@ class Watch:
         """Return the NVML device by torch's UUID if CUDA is initialized, else by CUDA_VISIBLE_DEVICES."""
         if self._in_use():
             uuid = str(getattr(self._cuda.get_device_properties(index), "uuid", ""))
-            # torch's UUID has no prefix, and NVML's has one.
+            # torch's UUID has no prefix, while NVML's has one.
             for prefix in ("", "GPU-", "MIG-"):
                 with suppress(NvmlUnavailable):
                     return nvml.card(prefix + uuid)

@@ -1,4 +1,4 @@
-"""Additions to predictions, plans and errors: the changes of a recipe with which a step fits.
+"""Adds the changes of a recipe with which a step fits to predictions, plans and errors.
 
 The core calls this module (`Feature.changes_that_fit`). After an out-of-memory error, changes are computed
 for the job of the run and the memory of its GPU, without use of the GPU. The original error is never lost:
@@ -49,16 +49,17 @@ __all__ = (
     "with_ways_out",
     "with_ways_out_of_plan",
 )
-"""Functions that the core calls."""
+"""Functions of this feature that the core calls."""
 
 ON_GPU = "oom:"
-"""Prefix of causes that mean the memory of a GPU, as messages contain it."""
+"""Prefix of recorded causes of a failure that mean exhausted GPU memory."""
 
 LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
 
 LESS = 0.9
-"""Memory limit of the changes, as a share of the predicted need, if the step was predicted to fit but did
-not."""
+"""Memory limit for suggested changes, as a share of the predicted need. It applies if a step that was
+predicted to fit did not fit.
+"""
 
 # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ def prepare_search(request: Request) -> None:
 
     limited = request.gpu is not None or request.memory_bytes is not None
     searched = limited and request.gpus == 1 and request.job.added_phase is None and not _is_refused(request)
-    # A copy of a test's or a notebook's process would keep its memory until that ends.
+    # A copy of a test's or notebook's process would occupy its memory until that process ends.
     if searched and OWN_PROCESS.get():
         from snugfit.features.ways_out.early_server import start_as_copy
         from snugfit.planning.request import workers_of
@@ -84,7 +85,7 @@ def with_ways_out(request: Request, predictions: Sequence[Prediction]) -> list[P
     For several GPUs there are none, and the report names the command of a plan instead.
     """
     first, *further = predictions
-    # A search compares training steps, so it has no answer for a feature's phase.
+    # The search compares training steps, and does not support other phases.
     if any(one.fits is not False for one in predictions) or first.job.added_phase is not None:
         return [*predictions]
     if _is_refused(request):
@@ -111,8 +112,8 @@ def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
 
 
 def _is_refused(request: Request) -> bool:
-    """Return True if the command's options exclude the search for changes that fit (`--no-ways-out`)."""
-    # `--quiet` prints the first line alone, which no change alters.
+    """Return True if the command's options turn off the search for changes that fit (`--no-ways-out`)."""
+    # `--quiet` prints only the first line, in which no change appears.
     return any(request.flags.get(name) for name in ("no_ways_out", "quiet"))
 
 
@@ -130,7 +131,7 @@ def _ways_out(
         from snugfit.features.ways_out.search import ways_out
         from snugfit.planning.request import workers_of
 
-        # With two workers, the changes for an 8B model are found within 20 seconds on two cores.
+        # With two workers, changes for an 8B model are found within 20 seconds on two cores.
         return ways_out(prediction, keep=named, beyond=beyond, workers=workers_of(None), tell=tell)
 
     asked: dict[str, Any] = {
@@ -159,9 +160,9 @@ def _ways_out(
 
 
 def show_after_measurement(measured: Measurement, request: Request, gpu: str | None) -> None:
-    """Print the changes that fit on stderr, after a run on one GPU that ran out of its memory.
+    """Print the changes with which a step fits on stderr, after a run on one GPU ran out of memory.
 
-    `gpu` is the name of the GPU of this machine; None without one.
+    `gpu` is the name of this machine's GPU; None without one.
     """
     if not measured.outcome.startswith("oom") or measured.gpus > 1 or gpu is None:
         return
@@ -209,7 +210,7 @@ def ways_out_of(
     """
     try:
         return "\n".join(_lines(job, recipe, gpu, memory_bytes, loop))
-    except Exception:  # the caller has an error of its own, which no other may hide
+    except Exception:  # the caller raises an error of its own, which another one must not hide
         return ""
 
 
@@ -223,7 +224,9 @@ def _lines(job: Job, recipe: Recipe, gpu: Gpu | str, memory_bytes: int | None, l
 
 
 def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
-    """Return the prediction with a memory limit that it exceeds: the given limit, or one below its need."""
+    """Return the prediction with a memory limit that it exceeds: the given limit, or one below its predicted
+    need.
+    """
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
     limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
     return replace(prediction, memory_bytes=limit)
@@ -233,19 +236,19 @@ def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
 
 
 MANY = 3
-"""Number of changes from which no further command is suggested."""
+"""Number of suggested changes from which no further command is suggested."""
 
 NO_SLOWDOWN = 0.0005
-"""Share of a step below which a slowdown is not shown."""
+"""Relative slowdown of a step below which it is not shown."""
 
 FIDELITY = {"same": "exact", "rounds": "rounds differently", "learns": "another algorithm"}
-"""Words for the fidelity of a change."""
+"""Description of each fidelity (agreement with the unchanged training) of a suggested change."""
 
 
 def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe", turn: str = "step") -> Iterator[str]:
     """Yield a heading, a line for each change and the first one as an option.
 
-    With few changes, a further `command` follows. They are changes `of` the recipe of this name. `turn` is
+    With few changes, a further `command` follows. `of` is the name of the recipe that they change. `turn` is
     the noun for a step.
     """
     if ways.ways:
@@ -260,8 +263,8 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe", turn: st
 
 
 def in_short(ways: WaysOut, turn: str = "step") -> Iterator[Facts | Sentence]:
-    """Yield lines of a report: each change that fits, then the option `--recipe` for the first; else a larger
-    GPU. `turn` is the noun for a step.
+    """Yield lines of a report: each change that fits, then the option `--recipe` for the first one. Without a
+    change, a larger GPU is named. `turn` is the noun for a step.
     """
     changes = [_about(way, turn) for way in ways.ways] or [_about_larger(ways.larger_gpu, turn)]
     if rows := tuple(("" if number else "fits with", text) for number, text in enumerate(changes) if text):

@@ -38,10 +38,10 @@ def start_as_copy(job: Job, workers: int) -> None:
         return
     importlib.import_module("snugfit.planning.cost.parts")
     name = job.model.architecture
-    # Some architectures share the file of another one, which the simulation imports.
+    # Some architectures use the file of another one, which the simulation imports.
     with contextlib.suppress(ImportError):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    # The tracker is a process too, and has to be a fresh one.
+    # The resource tracker is a process too, and must not be a copy of this one.
     resource_tracker.ensure_running()
     with patch.object(multiprocessing.util, "spawnv_passfds", _copy):
         load_ahead(job, [], None, workers)
@@ -67,14 +67,14 @@ def _serve(code: str, descriptors: Sequence[int]) -> None:
     try:
         import torch
 
-        # A copy has no threads of OpenMP, and would wait for them.
+        # A forked process has no OpenMP threads, and would wait for them forever.
         torch.set_num_threads(1)
         null = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > sys.__stderr__.fileno() and number not in (null, *descriptors):  # type: ignore[union-attr]
                 with contextlib.suppress(OSError):
                     os.dup2(null, number, inheritable=False)
-        # The first descriptor receives requests, and the others end with the parent.
+        # The first descriptor receives requests, and the others close when the parent ends.
         if select.select(descriptors[:2], [], [])[0] == [descriptors[0]]:
             from snugfit.deferred_imports import complete_imports
 

@@ -38,34 +38,35 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 LEAST_SAVING = 0.002
-"""Smallest share of a recipe's bytes that a technique must save to be tried (chosen)."""
+"""Smallest share of a recipe's memory that a technique must save to be tried (chosen)."""
 
 PER_SLOT = 3
-"""Number of techniques of a slot that are tried in pairs with others: the fastest, the smallest, and one
-between."""
+"""Number of techniques of each slot that are tried in pairs: the fastest, the smallest, and one between."""
 
 PAIRS = 24
-"""Number of pairs of techniques that are screened, the least estimated seconds first."""
+"""Number of pairs of techniques that are screened, those with the least estimated seconds first."""
 
 EVALUATED = 8
-"""Number of recipes that each stage of the search evaluates exactly."""
+"""Number of recipes that each stage of the search simulates exactly."""
 
 SLACK = 0.15
-"""Share of the memory by which the estimate for a pair may exceed it. Savings of two techniques do not add
-up."""
+"""Share by which the estimated memory of a pair may exceed the limit. The savings of two techniques do not
+add up exactly.
+"""
 
 GUESSES = 3
-"""Number of settings of one technique that are evaluated to find the smallest that fits."""
+"""Number of settings of one technique that are simulated to find the mildest one that fits."""
 
 LIKELY_LOSS = 0.3
-"""Assumed fraction of the allocator's fragmentation in similar recipes that a recipe has too (chosen).
+"""Assumed ratio of a recipe's fragmentation to the largest one of similar recipes (chosen).
 
-Similar recipes are evaluated ones with one of its techniques.
+Similar recipes were simulated and share one of its techniques.
 """
 
 SLOW_RECOMPUTATION = 0.1
-"""Share of a step's seconds above which a recomputation of layers is replaced by that of the fewest that fit
-(chosen)."""
+"""Share of a step's seconds that recomputation may take (chosen). Above it, only as many layers are
+recomputed as needed to fit.
+"""
 
 WORTHWHILE = 0.01
 """Smallest share of a step's seconds that recomputing fewer layers must save to be tried (chosen)."""
@@ -91,7 +92,7 @@ class RecipeCosts:
 
     @property
     def workers(self) -> int:
-        """Number of workers that evaluate at a time."""
+        """Number of worker processes that evaluate recipes concurrently."""
         return len(self._pool.workers)
 
     def screen(self, recipes: Iterable[Recipe]) -> None:
@@ -101,14 +102,15 @@ class RecipeCosts:
         groups: dict[Hashable, list[Recipe]] = defaultdict(list)
         for recipe in dict.fromkeys(recipes):
             if recipe not in self.bounds:
-                # Recipes with the same passes share the simulation, which dominates the cost of a bound.
+                # Recipes with the same passes (forward and backward) share a simulation, which takes most of
+                # a bound's time.
                 groups[passes_key(recipe.setup())].append(recipe)
         for alike, answer in self._answers("screen", [*groups.values()]):
             for recipe, one in zip(alike, answer, strict=True):
                 self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
 
     def judge(self, groups: Iterable[Sequence[Recipe]]) -> None:
-        """Compute the exact bytes and seconds of recipes, in groups that differ only in the allocator's
+        """Compute the exact bytes and seconds of recipes, given in groups that differ only in the allocator's
         settings.
         """
         unknown = [[recipe for recipe in alike if recipe not in self.figures] for alike in groups]
@@ -128,11 +130,11 @@ class RecipeCosts:
     def _answers(
         self, method: str, groups: Sequence[list[Recipe]]
     ) -> Iterator[tuple[list[Recipe], list[Any]]]:
-        """Call a method of the worker processes for each group of recipes. Yield each group with its results;
-        an error is the result for each of its recipes.
+        """Call a method of the worker processes for each group of recipes. Yield each group with its results.
+        After an error, it is the result of each recipe.
         """
         questions = [
-            # The Setups are sent, since a worker needs nothing else of a recipe.
+            # Setups are sent to workers, which need nothing else of a recipe.
             Question(number, method, ([recipe.setup() for recipe in alike],))
             for number, alike in enumerate(groups)
         ]
@@ -165,10 +167,10 @@ class LighterRecipes:
         self._techniques: dict[Fidelity, list[Technique]] = {}
         self.costs = RecipeCosts(pool)
         allocators = self._candidates(Slot.ALLOCATOR, Fidelity.SAME) if Slot.ALLOCATOR in free else ()
-        # Another allocator alone may suffice, and its recipes share the trace of the base.
+        # Another allocator may suffice, and recipes with it share the base's simulation.
         self.costs.judge([[base, *(one.recipe for one in allocators if one.recipe != base)]])
         self._solved: set[Slot] = set()
-        """Slots for which the search has found a single technique that fits."""
+        """Slots (choices of a recipe) in which one changed technique alone makes the step fit."""
 
     def slots(self, recipe: Recipe) -> tuple[Slot, ...]:
         """Return the slots (choices of the recipe, such as the optimizer) in which a recipe differs from the
@@ -206,7 +208,7 @@ class LighterRecipes:
         the fastest for each slot of the recipe.
         """
         recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
-        # `cost` extrapolates from the bound, because no exact figure exists yet.
+        # `cost` extrapolates from the bound, because no exact figures exist yet.
         waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
         waiting += self._grades_that_fit({self._slot(one) for _, (one,) in waiting})
         waiting.sort(key=lambda one: one[0])
@@ -214,7 +216,7 @@ class LighterRecipes:
         for start in range(0, len(waiting), self.costs.workers):
             chunk = [one for _, one in waiting[start:][: self.costs.workers]]
             chunk = [one for one in chunk if self._slot(one[0]) not in self._solved]
-            # A list of several grades is evaluated by `_least_that_fits`, one grade after the other.
+            # Lists with several grades are evaluated by `_least_that_fits`, grade by grade.
             self.costs.judge(one for one in chunk if len(one) == 1)
             evaluated += len(chunk)
             for settings in chunk:
@@ -236,11 +238,11 @@ class LighterRecipes:
                 by_slot[technique.slot].append(self.base.with_(technique))
         few = [_few(recipes, self.cost) for recipes in by_slot.values()]
         estimates: dict[Recipe, float] = {}
-        # A pair of techniques of one slot is impossible, so pairs come from two slots.
+        # A recipe has one technique per slot, so pairs come from two slots.
         for first, second in combinations(few, 2):
             for one in first:
                 for other in second:
-                    # A pair is estimated first, since each screened one may need a simulation of its own.
+                    # A pair is estimated first, because screening it may need a separate simulation.
                     cost = self._estimate(one, other)
                     both = self._with_both(one, other)
                     if cost.needed_bytes <= self.memory_bytes * (1 + SLACK) and self._is_valid(both):
@@ -250,7 +252,7 @@ class LighterRecipes:
         evaluated = 0
         for start in range(0, len(waiting), self.costs.workers):
             chunk = [one for one in waiting[start:][: self.costs.workers] if most.get(self.slots(one)) != 0]
-            # All pairs with the same passes are screened with these, because they cost nothing in addition.
+            # All pairs with the same passes are screened together, at no additional cost.
             self.costs.screen(one for one in waiting if any(_shares_passes(one, new) for new in chunk))
             chunk = [one for one in chunk if self._may_fit(one)]
             chunk = [one for one in chunk if self._bound_bytes(one) < most.get(self.slots(one), math.inf)]
@@ -260,7 +262,7 @@ class LighterRecipes:
                 slots = self.slots(recipe)
                 if most.get(slots) == 0:
                     continue
-                # After a miss, the next recipe of these slots is tried only if it is clearly smaller.
+                # After a recipe did not fit, the next one in these slots must be clearly smaller to be tried.
                 most[slots] = self._bound_bytes(recipe) * (1 - MEMORY_RESOLUTION)
                 if self._fits(recipe):
                     most[slots] = 0
@@ -269,10 +271,9 @@ class LighterRecipes:
                 return
 
     def many_at_once(self, fidelity: Fidelity, *, without: Slot | None = None) -> Iterator[Recipe]:
-        """Yield a recipe that fits with several changed techniques, as few as possible. The choice for the
-        slot `without` stays.
+        """Yield a recipe that fits with several changed techniques, as few as possible.
 
-        The slot `without` stays plain.
+        The slot `without` stays as in the given recipe.
         """
         recipe = self.base
         smallest: dict[Slot, Technique] = {}
@@ -296,8 +297,8 @@ class LighterRecipes:
     # ---- techniques --------------------------------------------------------------------------------------
 
     def _lighter_techniques(self, fidelity: Fidelity) -> list[Technique]:
-        """Return the techniques of free slots that save memory by themselves and change results at most by
-        this fidelity.
+        """Return the techniques of free slots that save memory alone, and change results at most as far as
+        this fidelity allows.
         """
         if fidelity not in self._techniques:
             recipes = [
@@ -318,13 +319,13 @@ class LighterRecipes:
         return self._techniques[fidelity]
 
     def _candidates(self, slot: Slot, fidelity: Fidelity) -> Sequence[Candidate]:
-        # All slots but one are fixed, so the space has only the other techniques of this slot.
+        # All other slots are fixed, so that the space contains only this slot's techniques.
         fixed = Kept(slots={one: (self.base[one],) for one in Slot if one is not slot}, start=self.base)
         try:
             space = space_of(
                 self.job, fidelity=fidelity, capability=self._capability, fixed=fixed, front_end=self._loop
             )
-        except SnugfitError:  # the rest of the recipe allows no technique here
+        except SnugfitError:  # no other technique is valid with the rest of the recipe
             return ()
         return space.candidates
 
@@ -332,16 +333,16 @@ class LighterRecipes:
         """Yield, for each of these slots, the settings of a technique from few layers to all, if the last one
         fits, with estimated seconds.
 
-        The seconds are an estimate for the least that fits, on a line through both ends.
+        The seconds are those of the mildest setting that fits, interpolated between both ends.
         """
         base = self.cost(self.base)
         recipes = [
             [one for one in map(self.base.with_, grades_of(slot, self.job)) if self._is_valid(one)]
-            # Only these two techniques have grades: a number of layers that are recomputed or offloaded.
+            # Only these slots have techniques with grades: numbers of recomputed or offloaded layers.
             for slot in (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
             if slot in slots
         ]
-        # If the last grade does not fit, no lesser one does, so it is evaluated first.
+        # If the last grade does not fit, no smaller one does, so it is evaluated first.
         self.costs.judge([settings[-1]] for settings in recipes if settings)
         for settings in recipes:
             if not settings or not self._fits(settings[-1]):
@@ -378,7 +379,7 @@ class LighterRecipes:
             return RecipeCost(math.inf, math.inf)
         if base is None or exact is None:
             return RecipeCost(bound.needed_bytes, bound.seconds)
-        # The base is known exactly, so its loss between blocks serves as an estimate for other recipes.
+        # The base is known exactly, so its fragmentation serves as an estimate for other recipes.
         loss = exact.needed_bytes / max(1, base.needed_bytes)
         return RecipeCost(bound.needed_bytes * loss, bound.seconds * exact.seconds / max(base.seconds, 1e-12))
 
@@ -395,7 +396,7 @@ class LighterRecipes:
         )
         total = one.needed_bytes + other.needed_bytes - base.needed_bytes
         activations = base.needed_bytes - resting
-        # Without activations there is nothing that two savings could share.
+        # Without activations, two techniques cannot save the same bytes.
         if activations > 0:
             share = math.prod(
                 max(0.0, cost.needed_bytes - rest) / activations
@@ -423,7 +424,7 @@ class LighterRecipes:
         losses = [
             figures.needed_bytes - self._bound_bytes(known)
             for known, figures in self.costs.figures.items()
-            # Allocators lose different shares between blocks, so only recipes with the same one are compared.
+            # Allocators differ in fragmentation, so only recipes with the same allocator are compared.
             if figures and self.costs.bounds.get(known) and known[Slot.ALLOCATOR] == recipe[Slot.ALLOCATOR]
             if known == self.base or not changed.isdisjoint(known[slot] for slot in self.slots(known))
         ]
@@ -445,22 +446,23 @@ class LighterRecipes:
     # ---- smaller changes ---------------------------------------------------------------------------------
 
     def _least_that_fits(self, base: Recipe, grades: Sequence[Recipe]) -> Recipe:
-        """Return the first of these settings of ever less memory that leaves the headroom, or that fits if
-        the last leaves none. The last one fits, and `base` does not.
+        """Return the first of these settings, each with less memory than the one before, that leaves the
+        headroom. If the last leaves none, return the first that fits. The last one fits, and `base` does not.
         """
         few, last = self.cost(base), self.cost(grades[-1])
         limit = self._comfortable if last.needed_bytes <= self._comfortable else self.memory_bytes
-        low, high = 0, len(grades)  # numbers of grades: the most that does not fit, the fewest that does
-        # The bytes are interpolated on a line, so two or three guesses replace a search over all grades.
+        low, high = 0, len(grades)  # numbers of grades: the largest that does not fit, the smallest that fits
+        # Memory is interpolated linearly, so that two or three evaluations replace a search over all grades.
         low_bytes, high_bytes = few.needed_bytes, last.needed_bytes
         a_grade = abs(last.seconds - few.seconds) / len(grades)
         is_bent = False
         for _ in range(GUESSES):
-            no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # for one grade less
+            no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # one grade less misses
             if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
                 break
             guess = guess_between(low, high, low_bytes, high_bytes, limit)
-            # Far from a line, the first guess may be near one end, so the second one is the middle.
+            # If memory is far from linear, the first guess may be near one end. The second one is then the
+            # middle.
             guess = (low + high + 1) // 2 if is_bent else guess
             figures = self._evaluate(grades[guess - 1])
             if figures is None:
@@ -485,14 +487,14 @@ class LighterRecipes:
             return recipe
         grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
         least = self._least_that_fits(plain, [*grades, recipe])
-        # Grades recompute whole layers, and the recipe perhaps less of each, so both are compared.
+        # Grades recompute whole layers, while the recipe may recompute only parts of each. Both are compared.
         return min(recipe, least, key=lambda one: self.cost(one).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:
         """Return the recipe without changes that it does not need to fit. The slowest change is undone first,
         as long as the recipe gets no slower.
         """
-        # Each round takes back one change, since savings depend on each other.
+        # Each round reverts one change, because savings depend on each other.
         while True:
             most = self.cost(recipe).seconds * (1 + AS_FAST)
             simpler = [recipe.with_(self.base[slot]) for slot in self.slots(recipe)]
@@ -530,7 +532,7 @@ def _few(recipes: Sequence[Recipe], cost: Callable[[Recipe], RecipeCost]) -> lis
     for recipe in sorted(recipes, key=cost):
         if not front or cost(recipe).seconds < cost(front[-1]).seconds:
             front.append(recipe)
-    # The front was built from the smallest recipe on.
+    # The front (fastest recipe for each size) was built from the smallest recipe on.
     front.reverse()
     return front if len(front) <= PER_SLOT else [front[0], front[len(front) // 2], front[-1]]
 
@@ -540,7 +542,9 @@ def _shares_passes(first: Recipe, second: Recipe) -> bool:
 
 
 def timer_of(gpu: Gpu | None) -> Timer:
-    """Return a timer of steps on this GPU; without rates, one whose seconds only rank recipes."""
+    """Return an object that predicts the seconds of steps on this GPU. Without the GPU's rates, the seconds
+    only rank recipes.
+    """
     try:
         return SingleGpuTimer(_rough_seconds) if gpu is None else GpuTimers([gpu])
     except GpuError:

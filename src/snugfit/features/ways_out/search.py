@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
 OFFERED = 3
-"""Number of changes that the answer contains."""
+"""Number of changes that a result suggests."""
 
 ENOUGH = 16
-"""Number of evaluated recipes after which no further changes are searched, if some were found (chosen)."""
+"""Number of simulated recipes after which the search ends if some fit (chosen)."""
 
 LARGER_GPUS = 8
 """Greatest number of larger GPUs on which the step is predicted."""
@@ -90,7 +90,7 @@ def ways_out(
             pool=pool,
         )
         for recipes in _stages(lighter, degrees, offers, tell):
-            # As many as are missing are predicted together, so that each worker has one.
+            # As many as are missing are predicted concurrently, one in each worker.
             while (missing := OFFERED - len(offers)) and (batch := [*islice(recipes, missing)]):
                 offers |= _offers(prediction, batch, lighter)
             if not missing:
@@ -148,7 +148,7 @@ def _offers(
             loop=prediction.loop,
             software=prediction.software,
         )
-        # None is for a recipe that this loop, or this software, does not run.
+        # None means a recipe that this loop or the installed software does not support.
         costs = (None if one is None else (one.needed_bytes, _seconds(one)) for one in predicted)
     return {
         recipe: offer
@@ -193,8 +193,9 @@ def _rank(way: WayOut) -> tuple[bool, int, int, bool, int]:
 
 
 def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], None]) -> LargerGpu | None:
-    """Return the smallest GPU that the recipe fits, or else the smallest recipe, with its figures there; None
-    without one."""
+    """Return the smallest GPU that the recipe fits, or else the smallest recipe, with the prediction for it;
+    None without such a GPU.
+    """
     for recipe in dict.fromkeys((prediction.recipe, smallest)):
         tell(f"searching the smallest GPU for {recipe}")
         if larger := _smallest_gpu_for(prediction, recipe):
@@ -212,7 +213,7 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
     for gpu in [gpu for gpu in _by_memory() if (gpu.memory_bytes or 0) >= needed][:LARGER_GPUS]:
         try:
             predicted = predict(job, recipe, gpu=gpu, **how)
-        except SnugfitError:  # an older GPU may not run a technique
+        except SnugfitError:  # an older GPU may not support a technique
             continue
         if predicted.fits and not predicted.tight:
             return LargerGpu(
@@ -226,6 +227,6 @@ def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | Non
 
 
 def _by_memory() -> list[Gpu]:
-    """Return the GPUs of the table that predictions support, the smallest first, newer ones first."""
+    """Return the GPUs that predictions support, the smallest first, and newer ones first among equal ones."""
     usable = [gpu for gpu in all_gpus() if gpu.compute_capability and gpu.memory_bytes]
     return sorted(usable, key=lambda gpu: (gpu.marketed_gb or 0, -(gpu.release_year or 0), gpu.key))

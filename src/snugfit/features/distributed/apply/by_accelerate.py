@@ -1,4 +1,4 @@
-"""Several processes in accelerate and the Trainer: DDP by accelerate, and FSDP2 by its plugin.
+"""Training in several processes with accelerate and the Trainer: DDP by accelerate, and FSDP2 by its plugin.
 
 Both differ from torch's own. accelerate's FSDP2 (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`) makes the
 embedding a group of its own. The last norm with the head is another group, which stays gathered after the
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""Prefixes of the environment variables by which `accelerate launch` configures its processes."""
+"""Prefixes of the environment variables with which `accelerate launch` configures its processes."""
 
 LIBRARIES = {"accelerate": "accelerate", "trainer": "the Trainer"}
-"""Loops whose processes accelerate sets up, each with the name of its library."""
+"""Loops whose processes are set up by accelerate, with the name of the library in messages."""
 
 TRY = "Leave --loop out, or try ddp or fsdp"
 
@@ -43,7 +43,7 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
     """
     if (library := LIBRARIES.get(front_end)) is None:
         return ""
-    # A wish with other fields than these cannot be expressed by the libraries.
+    # accelerate and the Trainer cannot express a `ParallelWish` with fields other than these.
     known = ParallelWish(
         weights=wish.weights,
         ranks=wish.ranks,
@@ -73,8 +73,8 @@ def why_refused(wish: ParallelWish, front_end: str) -> str:
 
 
 def told_to_accelerate(setup: Setup) -> Setup:
-    """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's mixed
-    precision.
+    """Return the Setup with the dtype of gathered weights moved to autocast, because accelerate has one
+    setting of mixed precision for both.
     """
     wish = PARALLEL.of(setup)
     if wish is None or wish.dtype is None:
@@ -93,7 +93,7 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
     import torch.distributed as dist
     from accelerate.state import DistributedType, PartialState
 
-    # Variables of a launcher would override the arguments.
+    # Environment variables of a launcher would override the arguments.
     for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS) and name != DEVICE]:
         del os.environ[name]
     os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -102,7 +102,7 @@ def one_of_several(device: torch.device, wish: ParallelWish) -> Iterator[None]:
         return
     if device.type == "meta" and wish.weights == "sharded":
         os.environ[DEVICE] = "meta"
-    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # DDP gets no device index
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # so that DDP gets no device index
     of_gpus = (dist.get_backend(), DistributedType.MULTI_GPU)
     with patch.object(PartialState, "_prepare_backend", lambda self, *asked, **more: of_gpus):
         yield
@@ -129,7 +129,7 @@ def accelerator_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 def training_arguments(wish: ParallelWish) -> dict[str, Any]:
     """Return the `TrainingArguments` that distribute the model over processes, as a dict."""
-    # Without arguments, the Trainer of one of several processes takes DDP.
+    # Return the `TrainingArguments` that distribute the model over processes, as a dict by name.
     if wish.weights == "copied":
         return {}
     config = {"version": 2, "reshard_after_forward": wish.reshard != "none", "cpu_offload": wish.on_host}
@@ -137,7 +137,7 @@ def training_arguments(wish: ParallelWish) -> dict[str, Any]:
 
 
 def _mesh(wish: ParallelWish) -> dict[str, Any]:
-    # One row of processes needs no mesh.
+    # Processes along a single axis need no device mesh.
     if wish.shards in (0, wish.ranks):
         return {}
     from accelerate.parallelism_config import ParallelismConfig

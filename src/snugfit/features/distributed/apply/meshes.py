@@ -1,9 +1,11 @@
-"""Norms and lists of tensors that mix whole tensors with shards (`DTensor`) over different device meshes.
+"""Operations on norms and lists of tensors that mix whole tensors with shards (`DTensor`) over different
+device meshes.
 
 Under tensor parallelism matrices are sharded over some ranks, and norms are whole in each. With FSDP2
 matrices are sharded along two axes of the mesh and norms along one. torch's operators on lists of tensors
-take those of one mesh alone. So an optimizer has a group for each mesh, as in transformers' Trainer. The norm
-of all gradients is that of the norms of each. If all are alike, torch's functions are called as usual.
+take those of one mesh alone. So an optimizer has a parameter group for each mesh, as in transformers'
+Trainer. The norm of all gradients is computed from the norms of the meshes. With a single mesh, torch's
+functions are called as usual.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> list[list[torch.Tensor]]:
-    """Return the tensors in groups of equal keys, in the order of each group's first tensor."""
+    """Return the tensors in groups whose values of the function `key` are equal, in the order of each group's
+    first tensor.
+    """
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(key(tensor), []).append(tensor)
@@ -53,8 +57,8 @@ class MeshParts(TensorParts):
         return split(tensors, mesh)
 
     def total_norm(self, tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of all tensors as one vector; the result is a `DTensor` if all tensors are sharded
-        over one mesh.
+        """Return the norm of all tensors taken as one vector. The result is a `DTensor` if all tensors are
+        sharded over one mesh.
         """
         import torch
 
@@ -62,6 +66,6 @@ class MeshParts(TensorParts):
         if len(self.groups(tensors)) == 1:
             return super().total_norm(tensors, norm_type)
         alike = split(tensors, lambda tensor: (mesh(tensor), getattr(tensor, "placements", None)))
-        with quiet("torch.distributed.tensor._redistribute"):  # advice to sum along both axes at once
+        with quiet("torch.distributed.tensor._redistribute"):  # torch advises to sum along both axes at once
             norms = [self.whole(torch.nn.utils.get_total_norm(part, norm_type)) for part in alike]
         return torch.nn.utils.get_total_norm(norms, norm_type)

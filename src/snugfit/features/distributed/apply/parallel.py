@@ -82,8 +82,8 @@ class ParallelHandler(Handler):
         import torch.nn.parallel  # noqa: F401
 
     def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
-        """Register ring attention in transformers, so that the model's constructor finds it by name. Return
-        no arguments.
+        """Register ring attention (sequences cut over ranks) in transformers, so that the model's constructor
+        finds it by name. Return no arguments.
         """
         if value is not None and value.context > 1:
             ring_attention.register()
@@ -100,7 +100,7 @@ class ParallelHandler(Handler):
         builds_there = job.build_on == "host" and value.tensor == value.stages == 1
         if value.weights == "sharded" and (value.on_host or builds_there):
             return STAYS
-        # A model in stages is cut on the host.
+        # A model with pipeline stages is divided on the host.
         return "host" if value.stages > 1 else ""
 
     def make_optimizer(
@@ -141,20 +141,20 @@ class ParallelHandler(Handler):
 
     def distribute(self, value: ParallelWish, model: Any) -> Any:
         """Wrap the model in DDP, or shard its weights over the processes by FSDP2, and return it."""
-        # Copies alone need no mesh.
+        # Plain DDP needs no device mesh.
         if value.copies and value.ranks_of_one_part == 1:
             return in_ddp(value, model)
         if value.weights == "alone" and value.tensor == value.context == 1:
             return model
         device, runs = device_of(model), model
         mesh = mesh_of(value, device)
-        # Matrices are cut first, so that FSDP2 shards their parts.
+        # Matrices are split first, so that FSDP2 shards each rank's part.
         if value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
         if value.chunks > 1:
             _distribute_parts(value, model, mesh)
         elif value.weights == "sharded":
-            # Ranks of one sequence hold the same weights, so these are sharded over them too.
+            # Ranks that share a sequence hold the same weights, so these are sharded over them too.
             over = mesh_of(with_contexts(value), device) if value.context > 1 else mesh
             in_fsdp(value, model, data_mesh(over))
             give_back_whole_weights(device)
@@ -177,7 +177,7 @@ class ParallelHandler(Handler):
             contexts.append(functools.partial(_fsdp_tells, model, is_last=is_last))
         elif value.copies and not is_last:
             contexts.append(model.no_sync)
-        # Each rank has computed a part of the gradients of norms of heads.
+        # For norms of single heads, each rank has computed a part of the gradient.
         elif value.tensor > 1 and is_last:
             contexts.append(functools.partial(_parts_are_summed, model))
         if value.context > 1:
@@ -185,8 +185,8 @@ class ParallelHandler(Handler):
         return functools.partial(all_of, contexts) if contexts else None
 
     def around_evaluation(self, value: ParallelWish, model: Any, batch: dict[str, Any]) -> Context | None:
-        """Return a context in which evaluation splits sequences over ranks (context parallelism); None
-        without context parallelism.
+        """Return a context in which evaluation splits sequences over ranks (context parallelism); None if
+        sequences stay whole.
         """
         if value.context == 1:
             return None
@@ -205,7 +205,7 @@ class ParallelHandler(Handler):
         return functools.partial(by_accelerate.one_of_several, device, value)
 
     def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
-        """Return a model on the host; accelerate moves each process's shards to its GPU."""
+        """Return a model on the host, from which accelerate moves each process's shards to its GPU."""
         if value.weights != "sharded":
             return None
         model = build(stays=True)
@@ -271,10 +271,10 @@ def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
 def _release_first_buckets(model: Any) -> None:
     """Release the memory of DDP's first buckets, which DDP replaces in the second step.
 
-    NCCL holds the first buckets until two conditions are met. A thread, which polls every 100 ms, has found
-    them done, and another exchange begins (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So the
-    second step had a second set of gradients, or not, by chance: 1,278 MiB of BERT-large on two H200s.
-    Waiting for that thread, and one exchange, free them at once.
+    NCCL holds the first buckets until two conditions are met. A thread that polls every 100 ms must find them
+    done, and another exchange must begin (`ProcessGroupNCCL`: `shelvesToUnstash_`, `workEnqueue`). So by
+    chance the second step had a second set of gradients in memory, or not: 1,278 MiB of BERT-large on two
+    H200s. Waiting for that thread, and one exchange, free them at once.
     """
     import torch
     import torch.distributed as dist
@@ -286,7 +286,7 @@ def _release_first_buckets(model: Any) -> None:
 
 
 _SEQUENCES: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
-"""Meshes of the ranks that share each sequence, by model and by its wrapper."""
+"""Device meshes of the ranks that share each sequence. Keys are the model and its wrapper."""
 
 
 @contextlib.contextmanager
@@ -357,16 +357,15 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
 
 
 def give_back_whole_weights(device: str) -> None:
-    """Empty the allocator's cache on a device of this type, once each process has its shards of the weights.
+    """Empty the allocator's cache on a device of this type, after each process has sharded its weights.
 
-    Otherwise the memory of whole layers stays in pieces of their sizes, and later requests fill them only in
-    part. More would be reserved than by loops that never have whole weights (torchtitan's,
-    dev/several-gpus.md).
+    Otherwise blocks of the size of whole layers stay cached, and later requests fill them only in part. More
+    would be reserved than by loops that never have whole weights (torchtitan's, dev/several-gpus.md).
     """
     import torch
 
     if device != "cpu":
-        getattr(torch, device).empty_cache()  # `get_device_module` remembers an earlier simulation's
+        getattr(torch, device).empty_cache()  # `get_device_module` caches the module of an earlier simulation
 
 
 # ---- exported scripts -------------------------------------------------------------------------------------
@@ -379,11 +378,13 @@ ACCELERATE_S_FSDP = (
     "float32 and casts no output. So its bytes and losses are those of --loop accelerate or trainer, "
     "not of the plain loop"
 )
-"""`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15."""
+"""Differences of accelerate's FSDP2 to snugfit's own, as a comment in exported files. Source:
+`accelerate.utils.fsdp_utils.fsdp2_prepare_model` and the plugin's `set_mixed_precision` of 1.15.
+"""
 
 
 def _imports(wish: ParallelWish) -> tuple[str, ...]:
-    """Return the import lines of a torch script that distributes the model."""
+    """Return the import lines for the code that distributes the model in an exported script of torch."""
     if wish.weights == "copied":
         return ("from torch.nn.parallel import DistributedDataParallel",)
     names = (*(("CPUOffloadPolicy",) if wish.on_host else ()), "MixedPrecisionPolicy", "fully_shard")

@@ -1,4 +1,5 @@
-"""The passes of a step in stages: torch's own pipelining (`torch.distributed.pipelining`).
+"""Forward and backward passes of a step in pipeline stages, by torch's own pipelining
+(`torch.distributed.pipelining`).
 
 torch's schedule orders this stage's forward and backward passes of the micro-batches, and sends and receives
 between them. It gets the shapes of the tensors between stages, so it need not find them by a trial run. Its
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from snugfit.step.step import Observer
 
 EACH = ("attention_mask", "position_ids")
-"""Names of inputs that all stages get, in addition to the first's token ids and the last's labels."""
+"""Names of model inputs that every stage receives. The first stage also gets token ids, the last one labels.
+"""
 
 
 class StagePasses:
@@ -47,7 +49,7 @@ class StagePasses:
 
         self._wish, self._around = wish, around
         self.model = model
-        """This process's stage of the model."""
+        """The pipeline stage of this process, a part of the model's layers."""
         position = position_of(wish, dist.get_rank())
         self._parts = {position: runs} if wish.chunks == 1 else parts_of(wish, model)
         self.group = mesh_of(wish, device_of(model)).get_group("stage")
@@ -78,7 +80,7 @@ class StagePasses:
         count = loop.pieces
         whole = join(pieces, count)
         inputs = place(self.inputs(whole), loop.device)
-        # Missing micro-batches have no share of the loss.
+        # Micro-batches that this rank does not have count as 0 in the loss.
         shares = [1.0 if weight is None else weight for weight in weights] + [0.0] * (count - len(pieces))
         built.observer.phase("forward")
         losses = self.run(inputs, tuple(whole["input_ids"].shape), shares, built.observer)
@@ -101,11 +103,12 @@ class StagePasses:
     def run(
         self, inputs: Mapping[str, Any], shape: tuple[int, int], shares: Sequence[float], observer: Observer
     ) -> list[torch.Tensor]:
-        """Run a step's forward and backward passes, leaving gradients in the parameters. Return each
+        """Run a step's forward and backward passes, which leave gradients in the parameters. Return each
         micro-batch's part of the loss.
 
         The list is empty unless this process computes the loss. `inputs` are on the device, of a batch of
-        this `shape` (B, S). The batch is cut into one micro-batch for each of the `shares`.
+        this `shape` (B, S). The batch is cut into one micro-batch for each of the `shares`, its weights in
+        the loss.
         """
         import torch
 
@@ -117,7 +120,7 @@ class StagePasses:
         losses: list[torch.Tensor] = []
         given = dict(inputs)
         ids = [given.pop("input_ids")] if self.is_first else []
-        # On the host, so that reading a share waits for no device.
+        # The tensor is on the host, so that reading a share does not wait for the device.
         target = torch.tensor(shares, dtype=torch.float64, device="cpu") if self.is_last else None
         more: dict[str, Any] = {"return_outputs": False} if self._may_drop_outputs else {}
         self._schedule.step(*ids, target=target, losses=losses, **more, **given)
@@ -147,7 +150,7 @@ class StagePasses:
         """Return the L2 norm of the gradients of all stages; `trained` are this stage's weights."""
         import torch.distributed as dist
 
-        elsewhere = shared_weight(self.model) if self.is_last else None  # the first stage counts it
+        elsewhere = shared_weight(self.model) if self.is_last else None  # counted by the first stage
         own = [weight.grad for weight in trained if weight is not elsewhere and weight.grad is not None]
         square: torch.Tensor = tensor_parts().whole(tensor_parts().total_norm(own)) ** 2
         dist.all_reduce(square, group=self.group)
@@ -190,8 +193,8 @@ class StagePasses:
         return given
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank of the process that runs a pipeline stage, counted within the pipeline of this copy
-        of the model.
+        """Return the rank of the process that runs a pipeline stage, within the stages of this copy of the
+        model.
         """
         import torch.distributed as dist
 
@@ -230,8 +233,8 @@ class StagePasses:
 
         weight = next(self.model.parameters())
         piece = (shape[0] // micro_batches, shape[1])
-        self._schedule, self._stages = None, []  # and the buffers of the shape before
-        with _disable_current_modes(), torch.device("meta"):  # a simulation would count them
+        self._schedule, self._stages = None, []  # free the buffers for the previous batch shape
+        with _disable_current_modes(), torch.device("meta"):  # a simulation would count these tensors
             ids = torch.empty(piece, dtype=torch.long)
             hidden = torch.empty(*piece, self.model.config.hidden_size, dtype=self._dtype, requires_grad=True)
             loss = torch.empty((), requires_grad=True)
@@ -318,7 +321,7 @@ def _stage_class() -> type[PipelineStage]:
             try:
                 with self.around():
                     out = super().forward_one_chunk(*given, **more)
-            except RuntimeError as error:  # torch wraps a model's errors
+            except RuntimeError as error:  # torch wraps errors of the model in a RuntimeError
                 if isinstance(error.__cause__, RecipeError):
                     raise error.__cause__ from None
                 raise

@@ -1,4 +1,4 @@
-"""The mesh of all processes, and the device that each of them computes on."""
+"""The device mesh of all processes, and the device that each of them computes on."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
     """Return the device mesh of all processes, without axes of size one. Axes over slower links come first:
     `stage`, `replicate`, `shard`, `context`, `tensor`.
 
-    The data axis is `replicate` and `shard`. `shard` is the axis of one copy of sharded weights; with several
-    copies it has `shards` ranks.
+    Ranks along the data axis, `replicate` and `shard`, have different samples. `shard` is the axis of one
+    copy of sharded weights; with several copies it has `shards` ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -40,7 +40,7 @@ def mesh_of(wish: ParallelWish, device: str) -> DeviceMesh:
         "context": wish.context,
         "tensor": wish.tensor,
     }
-    # The slowest link comes first, so neighbouring ranks share the fastest.
+    # Axes over the slowest link come first, so that neighbouring ranks share the fastest.
     axes = {axis: count for axis, count in counts.items() if count > 1}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 HALVES = ("torch.float16", "torch.bfloat16")
 
 NOT_IN_A_RING = ("sliding_window", "position_bias", "softcap", "s_aux")
-"""Names of attention arguments that ring attention does not support."""
+"""Names of attention arguments that ring attention (sequences cut over ranks) does not support."""
 
 SEQUENCE = 2
-"""Dimension of a query (B, H, S, D) that is cut over ranks."""
+"""Sequence dimension of a query (B, H, S, D), which is cut over ranks."""
 
 
 def register() -> None:
-    """Register ring attention under a name in transformers. Without a mask function of that name, models make
-    no masks. torch's ring is extended to CPUs too.
+    """Register ring attention (sequences cut over ranks) under a name in transformers. Without a mask
+    function of that name, models make no masks. torch's ring is extended to CPUs too.
     """
     import torch
     from torch.distributed.tensor.experimental._context_parallel import _attention as around
@@ -66,7 +66,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
 
     _refuse(mesh.size(), batch)
     batch.update(_of_whole(batch, mesh.size()))
-    # The mask is all ones here (`_refuse`), and the ring takes none.
+    # The mask is all ones here (`_refuse`), and ring attention takes no mask.
     batch.pop("attention_mask", None)
     cut = [batch[name] for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
     passes, plain = _Passes(), torch.nn.functional.scaled_dot_product_attention
@@ -78,7 +78,7 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
             yield
     finally:
         _PASSES.remove(passes)
-        torch.nn.functional.scaled_dot_product_attention = plain  # which torch 2.11 does not after an error
+        torch.nn.functional.scaled_dot_product_attention = plain  # torch 2.11 does not after an error
     passes.check(getattr(model, "module", model))
 
 
@@ -89,14 +89,14 @@ def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
     import torch
 
     ids = batch["input_ids"].clone()
-    # A model would count the positions of each piece from 0.
+    # Without position ids, a model would count each rank's positions from 0.
     places = torch.arange(ids.size(1), device=ids.device)[None]
     given = {"input_ids": ids, "position_ids": places}
     if (labels := batch.get("labels")) is not None:
-        # A piece does not have the label after its last token.
+        # A rank's part of a sequence lacks the label after its last token.
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         given |= {"labels": following, "shift_labels": following}
-        # Averaged over the ranks, the loss is then the mean over the whole.
+        # The mean of the ranks' losses is then the mean over the whole sequence.
         given["num_items_in_batch"] = (following != IGNORED).sum() / ranks
     return given
 
@@ -109,7 +109,7 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
             "not support. Fill them to one length (pack: true)."
         )
     length = batch["input_ids"].size(1)
-    # Two pieces a rank balance the work of a causal mask.
+    # Each rank gets two parts of a sequence, which balances the work of a causal mask.
     if length % (2 * ranks):
         raise RecipeError(
             f"Sequences are cut over {ranks} GPUs, two pieces each, and those of a batch have {length} "
@@ -121,7 +121,7 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
 
 
 class _Passes:
-    """Counter of calls of ring attention within one batch."""
+    """Counter of the attention layers that called ring attention within one batch."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -137,7 +137,7 @@ class _Passes:
 
 
 _PASSES: list[_Passes] = []
-"""Counters of the current contexts of `cut_batch`."""
+"""Counters of attention calls, one for each active context of `cut_batch`."""
 
 
 def attend(
@@ -172,7 +172,7 @@ def attend(
     for passes in _PASSES:
         passes.calls += 1
     grouped = key.size(1) != query.size(1)
-    if grouped and _dtype_of(query) not in HALVES:  # of the two kernels only flash attention takes groups
+    if grouped and _dtype_of(query) not in HALVES:  # only flash attention supports grouped keys
         key, value = (repeat_kv(one, query.size(1) // one.size(1)) for one in (key, value))
         grouped = False
     out = torch.nn.functional.scaled_dot_product_attention(

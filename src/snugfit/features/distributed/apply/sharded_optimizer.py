@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-"""Module of torch's class. Its name is compared, because importing it takes time."""
+"""Module of torch's `ZeroRedundancyOptimizer`. Only its name is compared, because the import takes time."""
 
 
 def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
@@ -29,7 +29,7 @@ def sharded_optimizer(wish: OptimizerWish, groups: Any, **numbers: Any) -> torch
 
 
 def spreads_states(optimizer: Any) -> bool:
-    """Return True if this optimizer's states are distributed over the processes, as by
+    """Return True if this optimizer's states are distributed over the processes, as in
     `ZeroRedundancyOptimizer`.
     """
     return any(kind.__module__ == _MODULE for kind in type(optimizer).__mro__)

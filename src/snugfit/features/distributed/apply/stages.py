@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 PARTS = (EMBEDDING, "layers", "norm")
-"""Names of the parts of a decoder that stages divide, in transformers' Llama and most others."""
+"""Names of a decoder's parts that are divided over pipeline stages, as in transformers' Llama and most other
+models.
+"""
 
 _TIED = "shares_its_embedding"
 
@@ -83,12 +85,12 @@ def is_stage(model: Any) -> bool:
 
 def position_of(wish: ParallelWish, rank: int) -> int:
     """Return the position of a rank, from 0, among the pipeline ranks of its copy of the model."""
-    # Stages are the mesh's first axis.
+    # Stages are the first axis of the device mesh.
     return rank // (wish.ranks // wish.stages)
 
 
 def stages_at(position: int, wish: ParallelWish) -> range:
-    """Return the indices of the pipeline stages that the process at this position has."""
+    """Return the indices of the pipeline stages that run in the process at this position of the pipeline."""
     return range(position, wish.all_stages, wish.stages)
 
 
@@ -126,7 +128,7 @@ def keep_stage(wish: ParallelWish, model: Any) -> Any:
     embedding, head = decoder.embed_tokens.weight, getattr(model, HEAD).weight
     tied = embedding if embedding is head else None
     if not is_first:
-        # A tied matrix has both of its names in the first and in the last stage.
+        # The first and the last stage both have a tied matrix under both of its names.
         decoder.embed_tokens = _elsewhere()(tied if is_last else None)
     if not is_last:
         decoder.norm = _elsewhere()()
@@ -178,7 +180,7 @@ def _shallow_copy(module: Any) -> Any:
     """Return a copy of a module that shares its submodules, each of which may be replaced."""
     same = copy.copy(module)
     for name, value in vars(module).items():
-        if isinstance(value, dict):  # of its parts, and of hooks
+        if isinstance(value, dict):  # dicts of its submodules, parameters and hooks
             same.__dict__[name] = copy.copy(value)
     return same
 
@@ -245,7 +247,7 @@ def _decoder_of(model: Any) -> Any:
             f"{type(model).__name__} cannot be cut into stages: only decoders are that have "
             f"{', '.join(PARTS)} and {HEAD}, as Llama, Mistral and Qwen do. Try 'fsdp'."
         )
-    # Other parts with weights would be needed by several stages.
+    # Several stages would need other submodules with weights.
     more_parts = {name for name, child in decoder.named_children() if any(True for _ in child.parameters())}
     if more_parts - {*PARTS}:
         named = ", ".join(sorted(more_parts - {*PARTS}))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embedding_rowwise"
 
 HEADS = 2
-"""Axis of heads of tensors that are normed per head: (B, S, heads, head size)."""
+"""Dimension of the heads in a tensor that is normed head by head: (B, S, heads, head size)."""
 
 
 def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) -> None:
@@ -44,8 +44,8 @@ def in_tensor_parts(model: torch.nn.Module, mesh: DeviceMesh, *, experts: bool) 
 
     tied = _tied(model)
     plan = {name: style for name, word in plan_of(model).items() if (style := _style(word)) is not None}
-    parallelize_module(model, mesh, dict(plan), src_data_rank=None)  # each has the whole, and keeps its part
-    # torch replaces each cut weight, which breaks ties.
+    parallelize_module(model, mesh, dict(plan), src_data_rank=None)  # each rank keeps its part
+    # torch replaces each split weight by a new parameter, which breaks ties.
     for module, source in tied:
         module.weight = source.weight
     if experts:
@@ -62,7 +62,7 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
     plan = _expand({r: word for r, word in rules.items() if not is_of_experts(r, of_experts)}, names)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     known = next((name for name, module in names.items() if module is embedding), None)
-    # Most models tie the embedding to the head, which the plan cuts; torchtitan cuts both too.
+    # Most models tie the embedding to the head, which the plan splits; torchtitan splits both too.
     return {known: EMBEDDING, **plan} if known is not None and plan else plan
 
 
@@ -73,10 +73,10 @@ def spread_experts(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     names = dict([*model.named_parameters(), *model.named_modules()])
     rules: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     plan = _expand(rules, names)
-    plan = dict(sorted(plan.items(), key=lambda rule: rule[1] != "grouped_gemm"))  # weights first
+    plan = dict(sorted(plan.items(), key=lambda rule: rule[1] != "grouped_gemm"))  # split weights first
     try:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
-    except ImportError:  # before 5.21
+    except ImportError:  # transformers before 5.21
         _spread_as_before(model, mesh, plan)
     else:
         apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="all_reduce")
@@ -125,7 +125,7 @@ def _style(word: str) -> ParallelStyle | None:
             return RowwiseParallel()
         case "rowwise_split_input" | "rowwise_rep" | "embedding_rowwise":
             return RowwiseParallel(input_layouts=Replicate())
-        case "replicated_with_grad_allreduce":  # norms of each head, of which a rank has some
+        case "replicated_with_grad_allreduce":  # norms of single heads, of which a rank has some
             return SequenceParallel(sequence_dim=HEADS, use_local_output=True)
         case "replicate":
             return None
@@ -136,7 +136,7 @@ def _tied(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """Return pairs of modules that share one weight, also if one of the two is in another stage."""
     first: dict[int, Any] = {}
     tied = []
-    # Modules of other stages come last, so that they refer to a real one.
+    # Modules that replace other stages' layers come last, so that names refer to a real one.
     for module in sorted(model.modules(), key=is_elsewhere):
         weight = module._parameters.get("weight")
         if weight is not None and (source := first.setdefault(id(weight), module)) is not module:

@@ -1,4 +1,4 @@
-"""Joining of optimizer states and weights from all processes, for the parts of a checkpoint that are not
+"""Join optimizer states and weights from all processes, for the parts of a checkpoint that are not
 sharded.
 """
 
@@ -61,7 +61,7 @@ def _join_stages(stages: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> d
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
     optimized: list[str] = []
-    begins = [0] * len(stages)  # of the group among the stage's weights
+    begins = [0] * len(stages)  # index of each parameter group's first weight, by stage
     for number, settings in enumerate(first["groups"]):
         counts = [state["groups"][number]["params"] for state, _ in stages]
         joined = []
@@ -109,7 +109,7 @@ def tensors_of_all_stages(own: Mapping[str, torch.Tensor], ranks: Ranks) -> dict
         for rank, one in enumerate(lists):
             senders[0] += [(rank, name, *one[name]) for name in one if name not in names_before]
             names_before.update(one)
-    # All processes walk one list, so that each send meets its receive.
+    # All processes go through one list, so that each send has its receive.
     for rank, name, shape, dtype in from_first(senders[0], ranks.host) if ranks.are_many else ():
         with talking():
             if ranks.is_first:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.staging import Staging
 
 SHARDS = "shards"
-"""Name of the folder of shards within a checkpoint."""
+"""Name of the folder in a checkpoint that contains shards, the parts of weights and optimizer states."""
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensor names in shards. The weight's name follows, and for an optimizer's state a slash and its
@@ -103,31 +103,31 @@ class ShardedSnapshot:
     """Snapshot of this process's part of a run between two steps, on the host."""
 
     parts: Mapping[str, torch.Tensor]
-    """This process's parts of weights and optimizer states, by their names in the whole."""
+    """This process's parts of weights and optimizer states, by the name of the whole tensor."""
 
     state: ModelState
-    """The model's state that is equal in all processes."""
+    """The part of the model's state that is equal in all processes, such as buffers."""
 
     weights: ModelWeights | None
-    """The whole model, at the end of a run and in the first process."""
+    """All weights of the model, in the first process at the end of a run; None otherwise."""
 
     tree: Any
-    """All other state, with its tensors left out."""
+    """Nested containers of all other state. Its tensors are in `tensors`."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The tensors of `tree`, by their names there."""
+    """The tensors of `tree`, by their names in it."""
 
     step: int
     """The number of finished optimizer steps."""
 
     ranks: Ranks
-    """The processes that write it."""
+    """The processes that write the checkpoint together."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """A front-end's own files: text by the name of its file."""
+    """Further text files of the training loop, as text by file name."""
 
     processing: Any = None
-    """Tokenizer or processor to save with it, or None."""
+    """Tokenizer or processor to save with the checkpoint; None for none."""
 
     _is_told: bool = False
 
@@ -169,10 +169,10 @@ class ShardedSnapshot:
             self._write_parts(Path(folder))
 
     def close(self) -> None:
-        """If no checkpoint folder was created, release the other processes, which wait for its name from the
+        """Release the other processes if no checkpoint folder was created: they wait for its name from the
         first process.
         """
-        # Without an answer, the other processes would wait in `write_share`.
+        # Without an error message, the other processes would wait in `write_share`.
         if not self._is_told:
             self._send_folder(None)
 
@@ -208,7 +208,7 @@ def shards_of(
     )
     if is_last:
         copied.weights = _whole_model(state, copied.state)
-    # The copies are asynchronous, and the next step changes the weights.
+    # Copies to the host are asynchronous, and the next step changes the weights.
     if state.device.type == "cuda":
         import torch
 
@@ -217,8 +217,8 @@ def shards_of(
 
 
 def _parts_on_host(state: TrainState, staging: Staging) -> dict[str, torch.Tensor]:
-    """Return copies of this process's shards on the host. Under DeepSpeed's engine, weights and states are
-    gathered one by one, copied and freed.
+    """Return copies of this process's shards on the host, by name. Under DeepSpeed's engine, weights and
+    states are gathered one by one, copied and freed.
     """
     if not is_of_engine(state.optimizer):
         return {name: _on_host(part, staging) for name, part in _parts(state).items()}
@@ -242,7 +242,7 @@ def _parts(state: TrainState) -> dict[str, torch.Tensor]:
         named = state.model.named_parameters()
         own = {_MODEL + name: one.detach() for name, one in named if id(one) not in elsewhere}
         return own | {name: one for name, one in moments.items() if _is_of_owner(one)}
-    # Single numbers are saved in the tree, whole.
+    # Scalars are saved whole, in the tree of other state.
     return weights | {name: one for name, one in moments.items() if is_part(one)}
 
 
@@ -286,7 +286,7 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
         whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
     if not state.ranks.is_first:
         return None
-    # An engine's gathered weights are in fp32, and the model may compute in bf16.
+    # An engine's gathered weights are in fp32, even if the model computes in bf16.
     dtype = torch.float32 if is_of_engine(state.optimizer) else None
     return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
 
@@ -326,7 +326,9 @@ def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
 
 
 def _is_of_owner(value: Any) -> bool:
-    """Return True for a tensor that only one process writes into a checkpoint; False for a single number."""
+    """Return True for a tensor that only one process writes into a checkpoint; False for a scalar, which is
+    saved with the other state.
+    """
     import torch
 
     return isinstance(value, torch.Tensor) and value.dim() > 0
@@ -390,7 +392,7 @@ def load_states_of_engine(state: TrainState, folder: Path) -> None:
         import torch
 
         rooms = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in some.items()}
-        # Each process reads by itself, so nothing is exchanged.
+        # Each process reads the files itself, so nothing is exchanged.
         _load_into({_OPTIMIZER + name: room for name, room in rooms.items()}, folder, ALONE)
         return rooms
 
@@ -438,7 +440,7 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
             f"{folder} has {left[0]}, which is not a weight of this model by that name. Continue that run as "
             "it began, with whole weights in each process."
         )
-    # Missing and foreign names are reported below, in our own words.
+    # snugfit reports missing and unexpected names itself, below.
     options = StateDictOptions(full_state_dict=True, strict=False)
     missing = set(set_model_state_dict(model, saved, options=options).missing_keys) - beside
     given = {id(model.get_parameter(name)) for name in saved if name in dict(model.named_parameters())}
@@ -453,8 +455,8 @@ def load_whole_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Add an empty tensor for each saved optimizer state (AdamW's moments) to the optimizer, and return these
-    tensors by name.
+    """Create an empty tensor for each saved optimizer state (such as AdamW's moments) in the optimizer, and
+    return these tensors by name.
     """
     import torch
 
@@ -465,10 +467,10 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
     for name in known:
         if name.startswith(_OPTIMIZER):
             weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
-            if weight not in weights or id(weights[weight]) in elsewhere:  # another process has it
+            if weight not in weights or id(weights[weight]) in elsewhere:  # another process has this weight
                 continue
             dtype = known[name].properties.dtype
-            # For a DTensor this is a DTensor with the same parts.
+            # For a `DTensor`, this creates a `DTensor` with the same shards.
             rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
             optimizer.state[weights[weight]][key] = rooms[name]
     return rooms
@@ -493,9 +495,9 @@ def keep_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 READ_BYTES = 1 << 30
-"""Bytes of states on the host at a time during reading (chosen).
+"""Bytes of optimizer states that the host holds at a time during reading (chosen).
 
-This is large for one read, and small compared to a model that needs an engine.
+This is large for one read, and small compared to a model that needs DeepSpeed's engine.
 """
 
 
@@ -508,7 +510,7 @@ def gathered_parts(state: TrainState) -> Iterator[tuple[tuple[str, str], torch.T
     from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
-    # All processes compute the same owners, so none is exchanged.
+    # All processes compute the same owner of each weight, so owners are not exchanged.
     chosen = owners(state.model, state.ranks.size)
     for name, weight in state.model.named_parameters():
         is_own = chosen[name] == state.ranks.rank
@@ -557,8 +559,8 @@ def put_parts(
 ) -> None:
     """Copy optimizer states from a checkpoint's shards into DeepSpeed's flat partitions.
 
-    `known` has the metadata of each state under `weight/state`. `read` returns some of the states, whole. The
-    numbers of updates must be in the optimizer's `state` already.
+    `known` has the metadata of each state under `weight/state`. `read` is a function that returns some of the
+    states, whole. The numbers of updates must be in the optimizer's `state` already.
     """
     optimizer: Any = state.optimizer
     counts = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
@@ -575,7 +577,7 @@ def put_parts(
 
 
 def _batches(known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of saved optimizer states in groups, each of which is read at once."""
+    """Yield the metadata of saved optimizer states in groups small enough to be read at once."""
     some: dict[str, Any] = {}
     total = 0
     for name, part in known.items():

@@ -23,10 +23,11 @@ from snugfit.documents import BadDocument, read_limited
 from snugfit.errors import SnugfitError
 
 LIST_OF_PARTS = ".metadata"
-"""torch's name for the file that lists the parts."""
+"""torch's name for the file of a distributed checkpoint that lists its shards."""
 
 LARGEST_LIST = 1 << 29
-"""Largest accepted size of that file in bytes (chosen); 60 weights in two processes take 100 KB."""
+"""Largest accepted size of that list in bytes (chosen). The list of 60 weights in two processes takes 100 KB.
+"""
 
 _DESCRIBES_TENSORS = {
     ("torch", "Size"),
@@ -40,7 +41,7 @@ _DESCRIBES_TENSORS = {
         )
     ),
 }  # fmt: skip
-"""Names of the classes that describe tensors in torch's list, by module. Paths and dtypes are allowed too."""
+"""Class names that torch's list of shards may contain, by module. Paths and dtypes are allowed too."""
 
 
 def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bool) -> None:
@@ -61,7 +62,8 @@ def write_parts(parts: dict[str, Any], folder: Path, *, group: Any, are_many: bo
                 refusal = _refusal_behind(fault)
                 if refusal is None:
                     raise
-                # torch's error names no file; this process was writing the last one with its prefix.
+                # torch's error names no file. It concerns the last one that this process wrote with its
+                # prefix.
                 own = sorted(folder.glob(f"{plan.storage_data.prefix}*"))[-1:] or [folder]
                 name = refusal.filename or str(own[0])
                 raise OSError(refusal.errno, refusal.strerror, name) from fault
@@ -106,7 +108,7 @@ def list_of_parts(folder: Path) -> Mapping[str, Any]:
     listed: Mapping[str, Any] = _read_list(folder).state_dict_metadata
     due = sum(prod(part.size) * part.properties.dtype.itemsize for part in listed.values())
     file_bytes = sum(file.stat().st_size for file in folder.iterdir())
-    # A list may claim any size, and room is made before the files are read.
+    # The list of shards may claim any size, and memory is allocated before the files are read.
     if due > file_bytes:
         raise SnugfitError(
             f"{folder / LIST_OF_PARTS} names tensors of {due:,} bytes, but the files next to it have "
@@ -123,7 +125,7 @@ def _read_list(folder: Path) -> Any:
         metadata = _Unpickler(io.BytesIO(read_limited(file, LARGEST_LIST))).load()
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        # torch would unpickle any part that is no tensor without limits.
+        # torch would unpickle any other kind of part without limits.
         if not all(hasattr(part, "chunks") for part in metadata.state_dict_metadata.values()):
             raise TypeError("a part is not a tensor")
     except _OUT_OF_A_PICKLE as fault:
@@ -138,10 +140,10 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
     """Raise `SnugfitError` for a shard that would take more memory than its bytes in the file."""
     file = folder / stored.relative_path
     why = ""
-    # torch would follow a path out of the folder.
+    # torch would follow a path that leaves the folder.
     if stored.relative_path != PurePath(stored.relative_path).name:
         why = "its file is in another folder"
-    # torch writes parts uncompressed, but would inflate a compressed one to any size.
+    # torch writes uncompressed shards, but would expand a compressed one to any size.
     elif stored.transform_descriptors:
         why = f"it is compressed ({', '.join(map(str, stored.transform_descriptors))})"
     else:
@@ -197,7 +199,7 @@ _OUT_OF_A_PICKLE = (
     pickle.UnpicklingError, BadDocument, LookupError, TypeError, ValueError, AttributeError, EOFError,
     RecursionError, MemoryError, OverflowError,
 )  # fmt: skip
-"""Errors that may occur while an arbitrary pickle is read."""
+"""Errors that reading an arbitrary pickle file may raise."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -221,13 +223,13 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Context that raises the error of one process in place of torch's list of all errors. System errors come
-    first.
+    """Context that raises the error of a single process in place of torch's list of all errors. System errors
+    come first.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is intended
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
         try:
             yield
         except CheckpointException as fault:

@@ -1,9 +1,9 @@
-"""torch's lock on the folder of a C++ extension, freed where the process that built there is dead.
+"""Removal of torch's lock on the build folder of a C++ extension, if the process that built there is dead.
 
-`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A killed process leaves it,
-and each later one waits for it without end. While a builder lives, it has the file open, and ninja and the
-compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No process
-has it open, none works in its folder, and no file there has changed for some seconds.
+`torch.utils.file_baton.FileBaton` is a file that exists while one process builds. A killed process leaves it
+behind, and each later one waits for it endlessly. While a builder lives, it has the file open, and ninja and
+the compiler work in the folder. Linux lists both in /proc. So a lock is dead under three conditions. No
+process has it open, none works in its folder, and no file there has changed for some seconds.
 
 This is sure only if all builders are visible. The file must be this user's, on a file system of this machine,
 and no other container may share it. Elsewhere a line names the awaited process or lock, and the file to
@@ -25,25 +25,30 @@ if TYPE_CHECKING:
     from torch.utils.file_baton import FileBaton
 
 QUIET_SECONDS = 3.0
-"""Seconds without a change in the folder after which a build counts as dead (chosen)."""
+"""Seconds without a change in the build folder after which a build by another process counts as dead
+(chosen).
+"""
 
 SECONDS_TO_LINE = 3.0
-"""Seconds of a wait after which a line explains it (chosen)."""
+"""Seconds of a wait for another build after which a printed line explains the wait (chosen)."""
 
 POLL_SECONDS = 0.5
-"""Seconds between two checks of a lock (chosen)."""
+"""Seconds between two checks of the build lock (chosen)."""
 
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay",
 })  # fmt: skip
-"""Names of file systems that no other machine writes to."""
+"""Names of file systems that only this machine writes to, so that a lock's process is on it."""
 
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The machine's own namespace of processes (Linux, include/linux/proc_ns.h: PROC_PID_INIT_INO). Processes of
-containers are in it too."""
+"""The machine's root process namespace, which also has the processes of containers (Linux,
+include/linux/proc_ns.h: PROC_PID_INIT_INO).
+"""
 
 MOUNT_POINT, AFTER_OPTIONAL_FIELDS = 4, " - "
-"""Field positions in a line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+"""Index of the mount point, and the text that ends the optional fields, in a line of /proc/self/mountinfo
+(proc_pid_mountinfo(5)).
+"""
 
 
 class Unseen(Exception):
@@ -57,8 +62,8 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def dead_locks_removed(tell: Callable[[str], None] = print_line) -> Iterator[None]:
-    """Context in which torch waits only for the lock of a live build. `tell` receives a message when a wait
-    begins and when a dead lock is removed.
+    """Context in which torch waits only for build locks of live processes. The function `tell` receives a
+    message when a wait begins and when a dead lock is removed.
     """
     from torch.utils.file_baton import FileBaton
 
@@ -109,7 +114,7 @@ def remove_if_dead(lock: Path) -> str | None:
             if builders := builders_at(lock):
                 number = ", ".join(map(str, builders))
                 return f"Waiting for process {number}, which builds {lock.parent.name} in {lock.parent}."
-            # A time in the future is a wrong clock, and no sign of life.
+            # A time in the future comes from a wrong clock, and does not prove that the build runs.
             if (changed := _last_change(lock)) > (now := time.time()) - QUIET_SECONDS and changed <= now:
                 return f"Waiting for {lock}: its holder is not found, and files next to it still change."
             lock.unlink()
@@ -128,8 +133,8 @@ def _only_one_removes(folder: Path) -> Iterator[None]:
     """Context with a file lock on this folder, so that only one process at a time removes stale build
     locks.
     """
-    # Several processes may find a lock dead at once; the second must not remove the first one's new lock.
-    import fcntl  # which Windows lacks
+    # Several processes may find a lock dead at once. The second one must not remove the first one's new lock.
+    import fcntl  # does not exist on Windows
 
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -160,14 +165,14 @@ def builders_at(lock: Path) -> list[int]:
 
 
 def _refuse_unseen(lock: Path, file: os.stat_result) -> None:
-    """Raise `Unseen` where a builder may exist that /proc does not list."""
+    """Raise `Unseen` if a process may use the build folder without being listed in /proc."""
     if file.st_uid != os.geteuid():
         raise Unseen(f"the file is user {file.st_uid}'s")
     kind = _file_system(lock)
     if kind not in LOCAL_FILE_SYSTEMS:
         raise Unseen(f"other machines may write to its file system, {kind}")
     is_first = os.readlink("/proc/self/ns/pid") == FIRST_PID_NAMESPACE
-    # A folder on the container's own file system is shared with no other.
+    # Only this container sees a folder on its own file system.
     if not is_first and file.st_dev != os.stat("/").st_dev:
         raise Unseen("other containers may share its folder")
 
@@ -177,9 +182,9 @@ def _file_system(path: Path) -> str:
     real, best, kind = path.resolve(), "", ""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, rest = line.partition(AFTER_OPTIONAL_FIELDS)
-        # Spaces are written in octal.
+        # A space in a path is written in octal.
         point = mount.split()[MOUNT_POINT].replace("\\040", " ")
-        # A later mount at the same point covers the earlier one.
+        # A later mount at the same mount point hides the earlier one.
         if real.is_relative_to(point) and len(point) >= len(best):
             best, kind = point, rest.split()[0]
     return kind

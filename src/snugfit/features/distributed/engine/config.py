@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 PROCESS_GROUP = {2: 560 * MIB, 3: 950 * MIB}
-"""NVML bytes that NCCL and DeepSpeed's engine add with one process, by ZeRO stage. Source: 558 to 563 MiB in
-four runs under zero2, and 950 and 951 MiB in two under zero3. Each ran on one H200 (torch 2.11, DeepSpeed
-0.19.8, 2026-11-24); one on an H100 had 956."""
+"""GPU memory that NCCL and DeepSpeed's engine add in one process, in bytes by NVML, by ZeRO stage. Source:
+558 to 563 MiB in four runs under zero2, and 950 and 951 MiB in two under zero3. Each ran on one H200 (torch
+2.11, DeepSpeed 0.19.8, 2026-11-24); one on an H100 had 956.
+"""
 
 BUILT_WITHIN = 570 * MIB
-"""The same bytes for a third-stage model built within `zero.Init`, as by accelerate and the Trainer. Source:
-one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json)."""
+"""These bytes for a model under ZeRO stage 3 that is built within `zero.Init`, as by accelerate and the
+Trainer. Source: one run on an H100 (results/h100-2026-11-25/techniques/bert-zero3-trainer.json).
+"""
 
 
 def is_of_engine(optimizer: Any) -> bool:
@@ -38,8 +40,8 @@ def is_of_engine(optimizer: Any) -> bool:
 
 
 def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the GPU bytes, as NVML counts them, that NCCL takes for a group of one process. Return 0 on
-    several GPUs, where `Exchanges` predicts them.
+    """Return the GPU memory, in bytes by NVML, that NCCL takes for a group of one process. Return 0 on
+    several GPUs, where `Exchanges` predicts it.
     """
     if wish.ranks > 1:
         return 0
@@ -51,8 +53,9 @@ def group_bytes(wish: ShardingWish, loop: str) -> int:
 def engine_config(
     setup: Setup, *, batch_size: int, clip: float | None, width: int, folder: str | None = None
 ) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`. `width` is that of the hidden states, `batch_size`
-    that of one process. States on a disk are in `folder`, by default in this run's temporary folder.
+    """Return the configuration for `deepspeed.initialize` as a dict. `width` is that of the hidden states,
+    `batch_size` the number of samples of one process. States on a disk are in `folder`, by default in this
+    run's temporary folder.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -105,8 +108,8 @@ def refuse_without_file_operator(wish: ShardingWish) -> None:
 
 
 def bucket_sizes(width: int) -> dict[str, Any]:
-    """Return the sizes that accelerate (`Accelerator._prepare_deepspeed`) and transformers
-    (`trainer_config_finalize`) compute for `auto`.
+    """Return DeepSpeed's bucket sizes in elements that accelerate (`Accelerator._prepare_deepspeed`) and
+    transformers (`trainer_config_finalize`) compute for `auto`.
     """
     return {
         "reduce_bucket_size": width * width,

@@ -75,7 +75,7 @@ class EngineAccelerateStep(AccelerateStep):
                     observer.phase("backward")
                     accelerator.backward(loss)
                     del loss
-                    # `backward` has updated and dropped the gradients already, so these calls do nothing.
+                    # `backward` has already updated weights and dropped gradients, so these calls do nothing.
                     optimizer.step()
                     optimizer.zero_grad()
             observer.step_ends(index)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 ACCELERATOR = "DS_ACCELERATOR"
-"""Name of the environment variable that gives DeepSpeed the type of its device."""
+"""Environment variable with the device type for DeepSpeed, such as `cuda`."""
 
 
 class EngineStep(PlainStep):
@@ -102,13 +102,13 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
 
 def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
     """Return the model, built on the host, in the dtype to which the engine would cast it there. Raises
-    `UsageError` where the engine cannot keep states in the chosen place.
+    `UsageError` if DeepSpeed cannot keep optimizer states on the chosen device.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
     if device.type != "meta":
         refuse_without_file_operator(wish)
-    # Without a dtype, weights stay as they are built, in fp32.
+    # Without a dtype, weights keep fp32, in which the model is built.
     dtype = None if wish.dtype == "float32" else wish.dtype
     return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
 
@@ -117,9 +117,9 @@ def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch
     """Return the model, built after accelerate or the Trainer has passed the engine's configuration to
     transformers.
 
-    A third-stage model is built within `deepspeed.zero.Init`. Each module's weights are made on the device
-    and moved away before the next module's are made. So the device never holds all of them, nor the host a
-    second copy.
+    A model under ZeRO stage 3 is built within `deepspeed.zero.Init`. Each module's weights are made on the
+    device and moved away before the next module's are made. So neither the device nor the host ever holds all
+    of them twice.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -162,7 +162,7 @@ def import_for(device: torch.device) -> None:
     It reads `DS_ACCELERATOR` when it is first imported, and without it uses a GPU if there is one. Raises
     `UsageError` if DeepSpeed was imported before for another device.
     """
-    if device.type in ("cpu", "cuda"):  # not in a simulation, which has an accelerator of its own
+    if device.type in ("cpu", "cuda"):  # a simulation has an accelerator object of its own
         os.environ[ACCELERATOR] = device.type
     from deepspeed.accelerator import get_accelerator
 
@@ -200,16 +200,16 @@ def in_process_group(device: torch.device, tell: Callable[[str], None] = print_l
     if device.type == "cuda" and (visible := os.environ.get(VISIBLE_DEVICES)):
         environment[VISIBLE_DEVICES] = in_numbers(visible)
     with contextlib.ExitStack() as stack:
-        # Registered first, so that it runs last, when no file of the engine is in use.
+        # Registered first, so that it runs last, when the engine no longer uses the folder.
         stack.callback(remove_swap_folder)
         stack.enter_context(dead_locks_removed(tell))
         stack.enter_context(patch.dict(os.environ, environment))
-        # DeepSpeed has its groups in global variables of these modules.
+        # These modules of DeepSpeed have process groups in global variables.
         stack.enter_context(patch.dict(vars(comm)))
         stack.enter_context(patch.dict(vars(groups)))
-        # The third stage replaces this function.
+        # ZeRO stage 3 replaces this function.
         stack.enter_context(patch.object(functional, "linear", functional.linear))
-        if device.type == "cpu":  # DeepSpeed would compile an operator by which CPUs exchange
+        if device.type == "cpu":  # DeepSpeed would compile an operator for communication between CPUs
             exchanges = importlib.import_module("deepspeed.comm.torch")
             stack.enter_context(patch.object(exchanges, "build_shm_op", lambda: None))
         if several:

@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 _TOLD = ("lr", "weight_decay", "betas", "eps")
-"""Names of settings that a step copies from this optimizer's groups to the engine's."""
+"""Optimizer settings that each step copies from this optimizer's parameter groups to DeepSpeed's."""
 
 _FLAT = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-"""Names of the engine's attributes with this process's fp32 weights, in the second and the third stage."""
+"""Attributes of DeepSpeed's optimizer with this process's fp32 weights, under ZeRO stage 2 and stage 3."""
 
 _NORMS: tuple[tuple[str, Any], ...] = (
     ("scaled_global_norm", lambda mark: mark),
     ("_get_norm_groups", lambda mark: [mark]),
 )
-"""Methods for the gradients' norm in the second and the third stage, each with its result for a non-finite
-norm.
+"""Methods of DeepSpeed's optimizer that compute the gradient norm, under ZeRO stage 2 and 3. Each has a
+function that wraps the value of a non-finite norm, -1, as its result.
 """
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Wrapper of an engine's optimizer. Its `state` is empty except while a checkpoint is restored;
-    `take_states` moves the restored states into the engine.
+    """Wrapper of the optimizer of DeepSpeed's engine. Its `state` is empty except while a checkpoint is
+    restored. `take_states` then moves the restored states into the engine.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], engine: Any) -> None:
@@ -65,7 +65,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: own[name] for name in _TOLD if name in own})
-        # The engine's step drops the gradients.
+        # The engine's step has dropped the gradients.
         self._has_gradients = False
         self.engine.step()
 
@@ -89,7 +89,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             return
         self._has_gradients = False
         name, answer = next((name, answer) for name, answer in _NORMS if hasattr(optimizer, name))
-        mark = torch.tensor(-1.0, device=self.engine.device)  # as DeepSpeed marks a norm that is none
+        mark = torch.tensor(-1.0, device=self.engine.device)  # DeepSpeed's mark for a norm that is not finite
         with patch.object(optimizer, name, lambda: answer(mark)):
             # A step with this norm drops all gradients and changes no weight.
             optimizer.step()
@@ -128,7 +128,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not states:
             return None
         count = states[0]["step"]
-        # torch's AdamW counts in a tensor, DeepSpeed's Adam for the host in an integer.
+        # torch's AdamW counts steps in a tensor, DeepSpeed's Adam for the host in an integer.
         if isinstance(count, torch.Tensor):
             return count.detach().clone()
         return torch.tensor(float(count), device=self.engine.device if self._is_fused else "cpu")
@@ -146,9 +146,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not given:
             return
         names = {name for values in given.values() for name, value in values.items() if is_of_weights(value)}
-        # The engine counts updates per partition, so all of its weights have one number.
+        # The engine counts updates per partition, so all weights of a partition have one count.
         self.begin_states(names, max(float(values.get("step", 0)) for values in given.values()))
-        # A state is written into the room that `begin_states` has made in its partition.
+        # States are written into the memory that `begin_states` has allocated in the partitions.
         for weight, values in given.items():
             for name in names & values.keys():
                 self.put_state(weight, name, values[name])
@@ -167,7 +167,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             state["step"] = count if is_torchs else int(steps)
         if not is_torchs:
             self._count_on_host(int(steps))
-        # DeepSpeed's second stage links weights to states after its first update, which has not happened yet.
+        # ZeRO stage 2 links weights to states after its first update, which has not happened yet.
         if hasattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -176,7 +176,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         tensor. Its compiled part keeps the powers of both betas by multiplying, in fp32. For any other start
         it uses `pow`, which rounds differently.
         """
-        number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and moments
+        number = [torch.zeros(1) for _ in range(4)]  # a weight, its gradient and two moments
         group = self._inner.param_groups[0]
         for step in range(1, steps + 1):
             self._inner.ds_opt_adam.adam_update(
@@ -206,7 +206,7 @@ def start_engine(
     """Return DeepSpeed's engine and its wrapped optimizer, around `model`, which is on the host in fp32.
     `job` has the batch of one process.
     """
-    # The engine replaces the weights of the groups by its partitions, so these are copies.
+    # The engine replaces the weights in parameter groups by its partitions, so the lists are copied.
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     # These views still have the fp32 values after the engine has cast the weights.
     before = [(weight, weight.detach()) for weight in model.parameters() if weight.requires_grad]
@@ -231,9 +231,7 @@ def _put_weight(weight: Any, value: torch.Tensor) -> None:
 
 
 def _own_part(weight: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a tensor under DeepSpeed's third stage: an equal part, the last one
-    padded.
-    """
+    """Return this process's shard of a tensor under ZeRO stage 3: an equal part, the last one padded."""
     import torch.distributed as dist
 
     size, rank = weight.ds_tensor.numel(), dist.get_rank(group=weight.ds_process_group)

@@ -1,5 +1,4 @@
-"""Assignment of an engine's weights and their states to processes, each of which writes its own to a
-checkpoint."""
+"""Assigns DeepSpeed's weights and their states to processes, each of which writes its own to a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def shape_of(weight: Any) -> tuple[int, ...]:
-    """Return the shape of a whole weight, also of one that the engine partitions."""
+    """Return the shape of a whole weight, even if DeepSpeed has partitioned it."""
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
@@ -22,7 +21,7 @@ def owners(model: torch.nn.Module, ranks: int) -> dict[str, int]:
     sizes = {name: math.prod(shape_of(weight)) for name, weight in model.named_parameters()}
     given = [0] * ranks
     chosen: dict[str, int] = {}
-    # Names decide between equal sizes, so that all processes choose alike.
+    # Names decide between weights of equal size, so that all processes choose the same owners.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         chosen[name] = given.index(min(given))
         given[chosen[name]] += sizes[name]

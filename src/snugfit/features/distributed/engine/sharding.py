@@ -105,8 +105,8 @@ class DeepSpeed:
         self._wish = wish
 
     def group_bytes(self, loop: str) -> int:
-        """Return the NVML bytes of the process group that DeepSpeed creates for one GPU; 0 for several
-        GPUs.
+        """Return the GPU memory, in bytes by NVML, of the process group that DeepSpeed creates for one GPU; 0
+        for several GPUs.
         """
         return group_bytes(self._wish, loop)
 

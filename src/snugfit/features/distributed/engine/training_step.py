@@ -30,13 +30,13 @@ class EngineTrainingStep(TrainingStep):
         self, state: TrainState, built: Built, loss: float, meanwhile: Callable[[], None]
     ) -> bool:
         optimizer: Any = state.optimizer
-        # Before the engine's step there is no norm, so this check covers the loss alone.
+        # There is no norm before the engine's step, so this check only covers the loss.
         self._check.record_norm(None)
         meanwhile()
         self.device_was_busy = not self._check.is_done()
         self.phases.phase("update")
         optimizer.step()
-        # The norm waits for the device, so it is read only if it is used.
+        # Reading the norm waits for the device, so it is read only if it is used.
         norm = optimizer.norm() if self.job.clip or optimizer.overflowed else None
         if optimizer.overflowed:
             # The engine has updated nothing, so the weights are still those before the step.

@@ -1,9 +1,8 @@
-"""The place where a model is built, for models that no GPU can hold whole.
+"""Choice of the device on which a model is built, if no GPU can hold the whole model.
 
-Under `fsdp` and `hsdp` each GPU builds the whole model before it shards it, unless the host builds it. Each
-GPU then takes its part from the host, layer by layer (`step/build.py`). Under every other technique a GPU
-holds all of these weights anyway. A model whose weights exceed a GPU is therefore planned with construction
-on the host.
+Under `fsdp` and `hsdp`, each GPU builds the whole model before it shards it, unless the host builds it. If
+the host does, each GPU takes its part layer by layer (`step/build.py`). Under every other technique a GPU
+holds all of these weights anyway. If a model's weights exceed a GPU, plans therefore build it on the host.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ BUILT_ON_HOST = (
 
 
 MOST = 0.9
-"""Share of a GPU's memory that a whole model may take (chosen). CUDA's context, NCCL and the first sharded
-part need the rest."""
+"""Largest share of one GPU's memory that an unsharded model may take (chosen). CUDA's context, NCCL and the
+first sharded part need the rest.
+"""
 
 
 def built_where_it_fits(job: Job, bound: int) -> Job:

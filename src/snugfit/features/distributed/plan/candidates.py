@@ -1,12 +1,12 @@
 """Candidate recipes for a number of GPUs: combinations of parallelism, recomputation and numbers of
 micro-batches.
 
-The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It
-takes the least time (`kind.py`).
+The rest of a recipe (precision, products, optimizer's kernels) is the same for all numbers of GPUs. It is the
+fastest one (`kind.py`).
 
-Sharing the batch alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
-samples. They share matrices, and with these the experts if there are some, or sequences, or they form
-stages. The techniques propose the sizes of such groups, at most the GPUs of a host.
+Data parallelism alone is always tried. Along the other axes of a mesh, groups of GPUs work on the same
+samples. They share matrices, and with these the experts if there are some, or sequences, or they form stages.
+The techniques propose the sizes of such groups, at most the GPUs of a host.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique
 from snugfit.techniques.wish import processes_of
 
 DECIDED_ONCE = (Slot.PRECISION, Slot.MATMUL, Slot.OPTIMIZER)
-"""Slots that are filled once with the fastest technique, for all numbers of GPUs."""
+"""Slots (choices of a recipe, such as the optimizer) whose technique is chosen once, for all numbers of GPUs.
+It is the fastest.
+"""
 
 MOST_AXES = 2
-"""Greatest number of axes of a mesh in addition to the batch's: no three of the existing ones combine."""
+"""Greatest number of mesh axes in addition to the data axis. No three of the existing axes can be combined.
+"""
 
 
 def sharings(job: Job, gpus: int, fixed: Kept, axes: int = 0) -> Iterator[tuple[Technique, ...]]:
@@ -75,7 +78,7 @@ def axis_settings(job: Job) -> dict[Slot, list[Technique]]:
 def _choices(
     job: Job, slot: Slot, fixed: Kept, along: dict[Slot, list[Technique]], *, mesh: bool
 ) -> Sequence[Technique]:
-    # On an axis that was not chosen, each group is one GPU.
+    # On an axis without a chosen technique, each group is one GPU.
     if slot in along and slot not in fixed.slots:
         return [roster.plain(slot)]
     usual = list(of_slot(job, slot, fixed))
@@ -86,8 +89,8 @@ def _choices(
 
 
 def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
-    """Return the same parallelism techniques with default settings, for meshes that do not support the
-    settings that plans usually take.
+    """Return the same parallelism techniques with default settings, for meshes that do not support the usual
+    settings of plans.
     """
     kinds = dict.fromkeys(map(type, usual))
     return [kind() for kind in kinds if all(one.default is not MISSING for one in fields(kind))]
@@ -96,7 +99,7 @@ def stopgaps(usual: Sequence[Technique]) -> list[Technique]:
 def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique]) -> bool:
     """Return True if this number of GPUs can be divided into whole groups, and the batch evenly among these.
 
-    If experts are spread, all GPUs of a group must share them.
+    If experts are distributed, all GPUs of a group must share them.
     """
     setup = Setup()
     for technique in sharing:
@@ -104,7 +107,7 @@ def _shares_evenly(job: Job, gpus: int, fixed: Kept, sharing: Sequence[Technique
     processes = processes_of(setup)
     if processes is None:
         return gpus == 1
-    # A user's own groups need not fill hosts.
+    # Groups of GPUs that the user chose need not fill whole hosts.
     whole_hosts = None if Slot.SHARDING in fixed.slots else GPUS_PER_HOST
     if gpus == 1 or not isinstance(processes, ParallelWish):
         return False
@@ -117,7 +120,7 @@ def ways(job: Job, base: Recipe, gpus: int, fixed: Kept, axes: int = 0) -> Itera
     first.
     """
     usual = list(of_slot(job, Slot.SHARDING, fixed))
-    # Meshes may refuse the settings that plans choose, and take the plain kinds instead.
+    # A mesh may refuse the settings that plans choose. The plain settings are then used.
     rest = [one for one in stopgaps(usual) if one not in usual]
     every = list(sharings(job, gpus, fixed, axes))
     for recomputing in recomputings(job, fixed):
@@ -191,7 +194,7 @@ def cuts(job: Job, shared: Shared, fixed: Kept) -> list[Technique]:
         return pieces
     ends = [pieces[0], pieces[-1]]
     if all(is_valid(job, shared.cut(one), shared.gpus) for one in ends):
-        return pieces  # all cuts between valid ends are valid: techniques refuse few micro-batches, or many
+        return pieces  # all sizes between valid ends are valid: techniques refuse few micro-batches, or many
     return [one for one in pieces if is_valid(job, shared.cut(one), shared.gpus)]
 
 

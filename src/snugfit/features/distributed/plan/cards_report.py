@@ -119,7 +119,7 @@ def _about_the_run(plans: CardPlans, prices: Prices) -> Iterator[str]:
 
 
 def _what_more_bring(plans: CardPlans) -> Iterator[str]:
-    """Yield a sentence for each GPU model: more GPUs of it make a step no cheaper."""
+    """Yield a sentence for each GPU model: a larger number of its GPUs makes training no cheaper."""
     for kind in plans.fitting:
         one = kind.cheapest
         if one is None or one.gpus == plans.gpus[-1]:

@@ -1,23 +1,23 @@
 """Bounds on bytes and seconds of recipes that were not simulated, from those that were, for one job on GPUs
 of one model.
 
-Without bounds, a search would simulate every way to share the work, on every number of GPUs, with every
-batch cut. Three rules save most of that. They are assumed to hold within `MARGIN`; every answer is
+Without bounds, a search would simulate every parallelism layout, on every number of GPUs, with every number
+of micro-batches. Three rules save most simulations. They are assumed to hold within `MARGIN`; every answer is
 simulated itself.
 
-- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less. The same holds
-  for kept instead of recomputed activations, and for whole instead of sharded weights. The bytes of
+- Bytes: larger micro-batches, several of them instead of one, and fewer GPUs take no less memory. The same
+  holds for kept instead of recomputed activations, and for whole instead of sharded weights. The bytes of
   further samples do not depend on the sharing of weights.
-- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds. Each GPU works on more
-  at a time, and exchanges are no longer.
+- Seconds: with larger micro-batches on fewer GPUs a step takes no more GPU seconds. Each GPU works on more at
+  a time, and exchanges are no longer.
 - A sample takes no less time than in a very large micro-batch, without exchanges.
 
 For groups of n GPUs that work on the same samples:
 
-- Each GPU takes at least an n-th of the bytes of one that has the samples to itself. It takes no more than
-  in smaller groups.
-- They share the arithmetic, which does not reduce its GPU seconds. Exchanges become at most n times
-  shorter, and no shorter if GPUs share sequences alone.
+- Each GPU takes at least an n-th of the bytes of one that has the samples to itself. It takes no more than in
+  smaller groups.
+- They share the arithmetic, which does not reduce its GPU seconds. Exchanges become at most n times shorter,
+  and no shorter if GPUs share sequences alone.
 - Each of s stages waits at least (s - 1) / (m + s - 1) of a step with m micro-batches. The source is
   Narayanan et al., arXiv 2104.04473, section 2.2.1. Fewer micro-batches are therefore not always faster.
 """
@@ -34,32 +34,38 @@ from snugfit.features.distributed.plan.judge import Judged
 from snugfit.features.distributed.plan.shared import Shared
 
 MARGIN = 1.03
-"""Factor on bytes that few layers gave (chosen), so that a recipe that fits by them also fits in full."""
+"""Factor on memory extrapolated from models of few layers (chosen). A recipe that fits with it also fits in
+full.
+"""
 
 CLEARLY = 1.05
-"""Factor on the usable bytes (chosen). A recipe above it would not fit either in a way of sharing that holds
-more."""
+"""Factor on the usable bytes (chosen). A recipe above it is assumed to miss in all layouts that take more
+memory.
+"""
 
 WITH_SUMS = 1.5
-"""Greatest ratio of the bytes of several micro-batches to those of one of their size.
+"""Greatest ratio of a step's memory with several micro-batches to that with a single one of their size.
 
-Gradients exist next to all activations. In the update without states, they take at most half of the
-remaining bytes.
+With several, gradients exist next to all activations. In the update without optimizer states, gradients take
+at most half of the remaining bytes.
 """
 
 PACE = 0.97
-"""Share of a sample's seconds in a very large micro-batch that is a lower bound for any micro-batch
-(chosen)."""
+"""Factor on the seconds per sample of a very large micro-batch (chosen). The product is a lower bound for any
+micro-batch size.
+"""
 
 
 class CutStep(NamedTuple):
-    """The split of a batch over GPUs: number of GPUs, samples of a micro-batch, number of micro-batches."""
+    """Division of a batch over GPUs: number of GPUs, samples of a micro-batch, number of micro-batches on
+    each GPU.
+    """
 
     gpus: int
     samples: int
-    """Samples of a micro-batch on one GPU."""
+    """Samples of one micro-batch on one GPU."""
     pieces: int
-    """Number of micro-batches of a step on one GPU."""
+    """Number of micro-batches of one step on one GPU."""
 
 
 class _SamplePace(NamedTuple):
@@ -69,19 +75,19 @@ class _SamplePace(NamedTuple):
 
     shared: Shared
     samples: int
-    """Samples of the micro-batch for which the bound was found. It holds for smaller ones too."""
+    """Samples of the micro-batch that gave the bound. The bound also holds for smaller ones."""
     seconds: float
 
 
 class _Related(NamedTuple):
-    """Simulated parallelism layouts that take less or more memory than a given one."""
+    """Simulated parallelism layouts whose memory use is known to be less or more than that of a given one."""
 
     leaner: list[Shared]
-    """Ways that take no more memory than this one."""
+    """Parallelism layouts that take no more memory than this one."""
     fuller: list[Shared]
-    """Ways that take no less memory than this one."""
+    """Parallelism layouts that take no less memory than this one."""
     narrower: list[Shared]
-    """Ways in which smaller groups work on the same samples."""
+    """Parallelism layouts in which fewer GPUs work on the same samples."""
 
 
 def bubble(shared: Shared, size: CutStep) -> float:
@@ -93,7 +99,7 @@ def bubble(shared: Shared, size: CutStep) -> float:
 
 class Evidence:
     """Table of the recipes that a search has simulated on several GPUs. It derives bounds on bytes and
-    seconds of other recipes. `bound` are the usable bytes of each GPU.
+    seconds of other recipes. `bound` is the usable memory of each GPU in bytes.
     """
 
     def __init__(self, bound: int) -> None:
@@ -112,7 +118,7 @@ class Evidence:
         self.bound, self._margin = bound, max(self._margin, ratio)
 
     def hear(self, shared: Shared, size: CutStep, judged: Judged) -> None:
-        """Store the bytes and seconds of a simulated recipe, from which bounds of other recipes follow."""
+        """Store the bytes and seconds of a simulated recipe, from which bounds for other recipes follow."""
         self._shared.setdefault(shared.key, shared)
         self._judged[shared.key][size] = judged
         known = self._paces.get(shared.of_each)
@@ -128,7 +134,7 @@ class Evidence:
         return self._judged[shared.key].get(size)
 
     def does_fit(self, judged: Judged) -> bool:
-        """Return True if a simulated step fits into each GPU's usable bytes, with a safety margin."""
+        """Return True if a simulated step fits into each GPU's usable memory, with a safety margin."""
         return judged.needed_bytes * self._margin <= self.bound
 
     def fits(self, shared: Shared, size: CutStep) -> bool | None:
@@ -145,8 +151,8 @@ class Evidence:
         return self._fits_by_others(shared, size)
 
     def _fits_larger(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if this layout fits with a simulated batch split that takes no less memory
-        than `size`.
+        """Return True if this layout fits with a simulated batch split that takes at least as much memory as
+        `size`.
         """
         known = self._judged[shared.key].items()
         return any(self.does_fit(judged) and _takes_no_less(shared, one, size) for one, judged in known)
@@ -207,7 +213,7 @@ class Evidence:
             known = self._judged[key]
             for few, many in itertools.permutations(known, 2):
                 between = many.samples - few.samples
-                # Sizes that are far apart give the most exact slope.
+                # The slope is most exact between numbers of samples that are far apart.
                 if few.gpus == many.gpus and between > most:
                     fewest, most = few.samples, between
                     further = (known[many].needed_bytes - known[few].needed_bytes) / between
@@ -220,7 +226,7 @@ class Evidence:
         have `times` as many GPUs, their number is divided by `times`.
         """
         size = size._replace(gpus=math.ceil(size.gpus / times))
-        # Several micro-batches hold gradients next to all activations (`WITH_SUMS`).
+        # With several micro-batches, gradients exist next to all activations (`WITH_SUMS`).
         summed = size._replace(pieces=max(size.pieces, 2))
         bound = CLEARLY * times * self.bound
         return any(
@@ -253,7 +259,7 @@ class Evidence:
         for other in self._relations_of(shared).narrower:
             times = shared.parts / other.parts
             if shared.shares_sequences_with(other, times):
-                times = 1.0  # weights are sharded over all GPUs, with unchanged exchanges
+                times = 1.0  # weights sharded over all GPUs, with the same exchanges on fewer GPUs
             for known, judged in self._judged[other.key].items():
                 most = 1 if shared.stages > other.stages else size.pieces
                 if known.gpus == size.gpus and known.pieces <= most:
@@ -282,10 +288,10 @@ class Evidence:
         return any(shared.has_groups_of(one) for one in known)
 
     def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if a lower bound of the seconds per sample is known for this split of the batch on
-        these groups of GPUs.
+        """Return True if a lower bound of the seconds per sample is known for this batch split with these
+        groups of GPUs.
 
-        The groups may be smaller ones with the same kinds of parallelism.
+        Smaller groups with the same kinds of parallelism count too.
         """
         return any(
             pace.shared.parts > 1
@@ -303,7 +309,7 @@ class Evidence:
     def _relations_of(self, shared: Shared) -> _Related:
         """Return the simulated layouts that take less or more memory than this one."""
         related = self._all_relations.setdefault(shared.key, _Related([], [], []))
-        # Only ways that were added since the last call are compared.
+        # Only layouts that were added since the last call are compared.
         for other in itertools.islice(self._shared.values(), self._seen[shared.key], None):
             if other.key == shared.key:
                 continue

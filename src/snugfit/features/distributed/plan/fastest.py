@@ -1,10 +1,11 @@
 """Search for the fastest recipe on one number of GPUs, over parallelism layouts and numbers of micro-batches.
 
-Ways are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Ways that cannot
-be faster than the best fitting one are skipped. For each way the search finds the fewest micro-batches with
-which it fits: fewer take less time and more memory. With stages that is not true, because GPUs wait longer
-for each other with fewer micro-batches. Each cut of the batch is then a separate way. While no way is known
-to fit, the ways that hold least are simulated first. If they clearly miss, all that hold more miss too.
+Layouts are simulated in the order of their lower bounds in seconds, if known (`evidence.py`). Layouts that
+cannot be faster than the best fitting one are skipped. For each layout the search finds the fewest
+micro-batches with which it fits: fewer take less time and more memory. With pipeline stages that is not true,
+because GPUs wait longer for each other with fewer micro-batches. Each number of micro-batches is then a
+separate layout. While no layout is known to fit, those that need the least memory are simulated first. If
+they clearly do not fit, no other layout does.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from snugfit.techniques.several_gpus import job_of_rank
 from snugfit.techniques.technique import Technique
 
 Judging = Callable[[Sequence[tuple[int, Recipe]]], list[Judged]]
-"""The type of a function that evaluates recipes, each with a number of GPUs, on few layers."""
+"""The type of a function that simulates pairs of a number of GPUs and a recipe, on models of few layers. It
+returns their bytes and seconds.
+"""
 
 AT_ONCE = 2
-"""Number of recipes that are evaluated concurrently (chosen): the result of one may make the rest
-unnecessary."""
+"""Number of recipes that are simulated concurrently (chosen). One result may make other simulations
+unnecessary.
+"""
 
 
 class Screened(NamedTuple):
@@ -38,7 +42,7 @@ class Screened(NamedTuple):
     recipe: Recipe
     judged: Judged
     shared: Shared
-    """The way of sharing, without a number of micro-batches."""
+    """The parallelism layout of the recipe, without its number of micro-batches."""
     size: CutStep
 
 
@@ -48,9 +52,9 @@ class Outcome(NamedTuple):
     """
 
     fitting: list[Screened]
-    """Fitting recipes, one for each way that was tried, the fastest first."""
+    """Recipes that fit, the fastest first. Each tried parallelism layout has one."""
     miss: Screened | None
-    """Smallest simulated recipe, if none fits."""
+    """The simulated recipe that needs the least memory, if none fits."""
     does_any_fit: bool = False
     """True if any recipe is known to fit, regardless of its seconds."""
     alone_seconds: float | None = None
@@ -72,7 +76,7 @@ class _WayToShare:
 
 
 _Question = tuple[_WayToShare, int]
-"""The type of a request: a parallelism layout, and the index of its number of micro-batches to simulate."""
+"""The type of a simulation to run: a parallelism layout, and the index of its number of micro-batches."""
 
 
 class FastestOnGpus:
@@ -81,7 +85,8 @@ class FastestOnGpus:
 
     Layouts that cannot be simulated are added to `refused` with the reason, and are left out from then on.
     With `leanest_first`, layouts that need the least memory are simulated first until one fits. With
-    `trusts_line`, micro-batches are not simulated if linear extrapolation predicts that they do not fit.
+    `trusts_line`, a number of micro-batches is not simulated if linear extrapolation predicts that it does
+    not fit.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class FastestOnGpus:
         self._ways = [
             way
             for shared in every
-            # A refusal without a mesh holds for every mesh.
+            # A layout that is refused without a mesh is refused with every mesh.
             if not {str(shared.recomputing), refusable(shared)} & {*refused}
             for way in _ways_to_cut(job, shared, fixed)
         ]
@@ -124,19 +129,19 @@ class FastestOnGpus:
         return Outcome([], self.nearest_miss())
 
     def does_any_fit(self) -> bool:
-        """Return True if any recipe fits these GPUs. Simulate the layouts that recompute most and take least
-        memory, with the smallest micro-batches.
+        """Return True if any recipe fits these GPUs. It simulates the layouts that recompute most and take
+        the least memory, with the smallest micro-batches.
         """
         simulated = False
         while not self._is_any_known_to_fit():
             left = [way for way in self._ways if self._evidence.fits(way.shared, way.sizes[-1]) is None]
             if simulated or not left:
                 return False
-            # Ways come in the order of their recomputing, so the last one recomputes most.
+            # Layouts are sorted by recomputation, so the last one recomputes most.
             most = [way for way in left if way.shared.recomputing == left[-1].shared.recomputing]
             asked = self._holding_least(most)
             self._evaluate(asked)
-            # Ways that cannot be simulated leave no figures; then the next ones are tried.
+            # Layouts that cannot be simulated have no figures. The next ones are then tried.
             simulated = any(self._evidence.judgment(way.shared, way.sizes[at]) for way, at in asked)
         return True
 
@@ -162,7 +167,7 @@ class FastestOnGpus:
                 judged = self._evidence.judgment(way.shared, size)
                 if judged is not None and self._evidence.does_fit(judged):
                     yield Screened(way.recipe(at), judged, way.shared, size)
-                    # Further cuts of this way take more time.
+                    # More micro-batches of this layout take more time.
                     break
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -215,7 +220,7 @@ class FastestOnGpus:
         It gives this bound even if it does not fit: smaller micro-batches take no less time per sample.
         """
         way, at = question
-        # A GPU by itself has no mesh, and some ways have no cut with the whole batch.
+        # A single GPU has no mesh, and some layouts are not possible with the whole batch at once.
         if way.shared.parts == 1 or way.sizes[0].pieces > 1:
             return question
         first = self._first(way)
@@ -251,11 +256,12 @@ class FastestOnGpus:
         """
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
-            # If the fewest micro-batches probably miss, the smallest ones show first if anything fits.
+            # If the fewest micro-batches probably do not fit, the smallest ones show first if any number
+            # fits.
             is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
             was_asked = self._evidence.judgment(way.shared, way.sizes[last]) is not None
             return last if is_hopeless and not was_asked else first
-        # A cut that fits by evidence alone has no seconds yet, so it is simulated.
+        # A number of micro-batches that fits by its bounds alone has no seconds yet, so it is simulated.
         if fitting == first or self._evidence.judgment(way.shared, way.sizes[fitting]) is None:
             is_known = self._evidence.judgment(way.shared, way.sizes[first]) is not None
             return None if is_known else fitting
@@ -270,12 +276,13 @@ class FastestOnGpus:
         """Return True if another layout is faster than this one, or must be simulated before it.
 
         The other layout has the same parallelism, and recomputes less or gathers weights less often. It fits,
-        or may fit, with one micro-batch.
+        or may fit, with one micro-batch per step.
         """
         for other in self._ways:
             if other is way:
                 break
-            # With stages each cut is a way of its own, and only equal cuts can be compared.
+            # With stages, each number of micro-batches is a separate layout, and only equal numbers can be
+            # compared.
             if way.shared.stages > 1 and way.sizes != other.sizes:
                 continue
             if way.shared.is_slower_than(other.shared):
@@ -327,7 +334,7 @@ class FastestOnGpus:
             (way, len(way.sizes) - 1)
             for at, way in enumerate(ways)
             if not any(
-                # The earlier of two ways that hold the same remains.
+                # The earlier one of two layouts that need the same memory stays.
                 self._is_leaner(other, way) and not (index > at and self._is_leaner(way, other))
                 for index, other in enumerate(ways)
                 if index != at
@@ -346,11 +353,11 @@ class FastestOnGpus:
         return sum(self._evidence.holds_no_more(way.shared, other.shared) for other in self._ways)
 
     def nearest_miss(self) -> Screened | None:
-        """Return the simulated recipe with the fewest bytes. If there is none, simulate one that needs little
+        """Return the simulated recipe with the fewest bytes. Without one, simulate a recipe that needs little
         memory.
         """
         if self._ways and not any(True for _ in self._misses()):
-            # `max` returns the first of equal ones, which recomputes most in this order.
+            # `max` returns the first of equal elements, which recomputes most in this order.
             leanest = max(reversed(self._ways), key=self._held_more)
             self._evaluate([(leanest, len(leanest.sizes) - 1)])
         return smaller_miss(*self._misses())
@@ -363,7 +370,7 @@ class FastestOnGpus:
 
 
 def smaller_miss(*misses: Screened | None) -> Screened | None:
-    """Return the recipe with the fewest bytes of these that do not fit; None without any."""
+    """Return the recipe with the fewest bytes among these, which do not fit; None without any."""
     every = (one for one in misses if one is not None)
     return min(every, key=lambda one: one.judged.needed_bytes, default=None)
 

@@ -1,8 +1,9 @@
-"""Evaluation of a recipe on several GPUs: bytes and seconds, from models of few layers and few micro-batches.
+"""Prediction of a recipe's bytes and seconds on several GPUs, from models with few layers and few
+micro-batches.
 
 A step's bytes and seconds grow linearly with layers, so those of a deep model follow from two shallow ones.
 Micro-batches of one size are alike from the second on. Their bytes are those of three, and each further one
-takes as long as the second of three. Every answer is also simulated with all layers. Requests go to other
+takes as long as the second of three. Every answer is also simulated with all layers. Requests go to worker
 processes, so each is plain data.
 """
 
@@ -39,14 +40,18 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 FEWEST = 4
-"""Smallest number of layers of the shallower model (chosen). With fewer, weights are gathered ahead that the
-deep model does not hold at once. The bytes of many layers then come out too small."""
+"""Number of layers of the shallower of two simulated models (chosen). With fewer, FSDP gathers weights ahead
+that a deep model does not hold at once. The bytes of many layers then come out too small.
+"""
 
 FEW_PIECES = 3
-"""Number of micro-batches that represent more: a first, a last, and one between."""
+"""Number of simulated micro-batches that represent any larger number: the first, the last, and one between.
+"""
 
 STEPS = 2
-"""Number of simulated steps: permanent allocations exist at the end of the first."""
+"""Number of simulated steps. Permanent allocations, such as optimizer states, exist from the end of the first
+one.
+"""
 
 
 class Judged(NamedTuple):
@@ -58,11 +63,11 @@ class Judged(NamedTuple):
     why_not: str = ""
     """Reason why the recipe cannot be simulated; empty if it can."""
     doubts: tuple[str, ...] = ()
-    """Sentences on uncertain exchanges between the GPUs."""
+    """Warnings about uncertain figures for the exchanges between GPUs."""
     model_seconds: float = 0.0
     """Total seconds of the kernels of forward and backward passes, without exchanges."""
     exposed_seconds: float = 0.0
-    """Seconds by which exchanges lengthen the step."""
+    """Seconds by which exchanges between GPUs lengthen the step."""
 
 
 class InFull(NamedTuple):
@@ -75,7 +80,7 @@ class InFull(NamedTuple):
     timing: StepSeconds | None
     """Timing of the whole step; None if not all of its micro-batches were simulated."""
     host_share: float = 0.0
-    """Share of the simulated step in which the host works."""
+    """Share of the step's seconds in which the host works."""
 
 
 class Judge:
@@ -168,7 +173,7 @@ class Judge:
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
         more = least + max(period, 2 // period * period)
-        # Two shallow models would cost no less than the deep one.
+        # Simulating two shallow models would take no less time than the deep one.
         if least + more >= depth.layers:
             return _by_few_pieces(part, setup, one)
         return _on_a_line(
@@ -184,13 +189,14 @@ class Judge:
 
 
 class _FewPieces(NamedTuple):
-    """Bytes and seconds of a step with at most `FEW_PIECES` micro-batches on one GPU model, and of one
-    micro-batch more. All fields but the first grow linearly with layers.
+    """Bytes and seconds of a step with at most `FEW_PIECES` micro-batches on one GPU model, and the increase
+    for one micro-batch more. All fields but the first grow linearly with layers.
     """
 
     unused_bytes: float
-    """Bytes that the allocator reserves without use, and bytes outside it. The larger of two depths holds for
-    all."""
+    """Bytes that the allocator reserves without use, and bytes outside of the allocator. The larger value of
+    two depths is used for all depths.
+    """
     allocated_bytes: float
     step_seconds: float
     model_seconds: float

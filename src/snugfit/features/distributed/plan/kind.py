@@ -1,13 +1,13 @@
 """Search for the fastest recipes on GPUs of one model: the basic recipe, the numbers of GPUs, and groups of
 GPUs.
 
-Data parallelism alone comes first. In meshes, groups of GPUs share matrices (tensor parallelism), sequences
-or layers. Meshes are tried if they may gain a distinguishable amount.
+Data parallelism alone comes first. In a mesh, groups of GPUs share matrices (tensor parallelism), sequences
+or layers. Meshes are tried if they may be clearly faster.
 
 They are tried if nothing else fits, or if this number of GPUs cannot share the batch evenly. They are also
-tried if they may take less than `GAIN` of the seconds of data parallelism alone. That step recomputes layers,
-or exchanges between GPUs take much of it. The arithmetic alone, shared by all GPUs, must take less. Two such
-axes are combined if nothing with one of them fits.
+tried if they may take less than `GAIN` of the seconds of data parallelism alone. This requires a step that
+recomputes layers, or spends much time on exchanges. Its arithmetic alone, shared by all GPUs, must take less.
+Two such axes are combined if nothing with one of them fits.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 from snugfit.techniques.technique import Fidelity, Slot
 
 GAIN = 0.75
-"""Share of the seconds with data parallelism alone, below which a mesh is chosen instead (chosen). Five such
-steps on two H100s were not used for any fit. One took 41 % longer than predicted, the rest 3 % less to 14 %
-longer."""
+"""Greatest ratio of a mesh's step time to that of data parallelism alone at which the mesh is preferred
+(chosen). In five mesh steps on two H100s, used for no fit, one took 41 % longer than predicted. The rest took
+3 % less to 14 % longer.
+"""
 
 
 def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
@@ -85,7 +86,7 @@ def _axes(gpus: int) -> range:
 
 
 class SharedFigures:
-    """Cache of predicted bytes and seconds for GPU models that run the same kernels."""
+    """Cache of predicted bytes and seconds, shared by GPU models that run the same kernels."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -98,7 +99,7 @@ class SharedFigures:
 
     def judge_for(self, kind: int, kinds: Sequence[int], build_on: str | None = None) -> Judging:
         """Return a function that predicts bytes and seconds of recipes for one GPU model. `kinds` are indices
-        of the GPU models whose models are built alike.
+        of the GPU models for which the model is built on the same device.
         """
         of_kinds = (tuple(kinds), build_on)
 
@@ -183,12 +184,12 @@ class SearchOfKind:
         for slot in DECIDED_ONCE:
             choices = [base.with_(one) for one in fillings(job, slot, fixed, fidelity)]
             valid = [one for one in choices if is_valid(job, one, gpus)]
-            # A single choice needs no comparison.
+            # A single valid technique needs no comparison.
             judged = self.judge([(gpus, one) for one in valid]) if len(valid) > 1 else []
             timed = [(one.step_seconds, at) for at, one in enumerate(judged) if not one.why_not]
             if valid and (timed or len(valid) == 1):
                 base = valid[min(timed)[1] if timed else 0]
-        # The batch and the sharing are searched later, for each number of GPUs.
+        # The number of micro-batches and the layout are searched later, for each number of GPUs.
         for slot in (Slot.BATCHING, *roster.slots_of_several_gpus()):
             base = base.with_(roster.plain(slot)) if slot not in fixed.slots else base
         return base
@@ -219,7 +220,7 @@ class SearchOfKind:
             fits = fits or meshes.does_any_fit
             miss = smaller_miss(miss, meshes.miss)
             fitting = [*meshes.fitting, *fitting]
-            # Further axes are tried only while nothing fits.
+            # Meshes with more axes are tried only while nothing fits.
             if fits:
                 break
         return Outcome(fitting, None if fitting else miss, fits, alone)
@@ -232,8 +233,8 @@ class SearchOfKind:
         )  # fmt: skip
 
     def answer(self, one: Screened, outcome: Outcome, **known: Any) -> OnGpus:
-        """Return a recipe as a result of the plan (`OnGpus`), with bytes and seconds extrapolated from few
-        layers, or `known` ones.
+        """Return a recipe as a result of the plan (`OnGpus`). Its bytes and seconds are extrapolated from
+        models of few layers, or given as `known`.
         """
         figures = {"step_seconds": one.judged.step_seconds, "needed_bytes": one.judged.needed_bytes, **known}
         seconds = figures["step_seconds"]

@@ -1,14 +1,15 @@
 """Search for the fewest layers to recompute on several GPUs, for results of a plan that recompute every
 layer.
 
-The search compares recipes that recompute no layer, or each. There are as many settings between as a model
-has layers. Few layers give no information on them, so each is simulated whole. Bytes and seconds are on a
-line between the two ends: each recomputed layer frees its activations, and adds its forward pass.
+The search compares recipes that recompute no layer, or each. There are as many settings in between as a model
+has layers. Models of few layers give no information on them, so each setting is simulated with all layers.
+Bytes and seconds are linear between the two ends: each recomputed layer frees its activations, and adds its
+forward pass.
 
-For an answer with the same sharing and the same micro-batches, the fewest layers follow from the ends. They
-are simulated in full, and the result corrects them once or twice. If gathered weights are kept, this is
-repeated without keeping them, which may leave memory for more layers. Stages are left out: the largest stage
-changes with the recomputed layers.
+For the same layout and micro-batches, the fewest layers follow from the ends. They are simulated with all
+layers, and the result corrects them once or twice. If gathered weights are kept, this is repeated without
+keeping them, which may leave memory for more layers. Stages are left out: the largest stage changes with the
+recomputed layers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.technique import Technique
 
 ROUNDS = 3
-"""Largest number of full simulations for one answer (chosen)."""
+"""Largest number of full simulations (all layers) for one number of GPUs (chosen)."""
 
 
 def recomputes_layers(one: Screened) -> bool:
@@ -49,7 +50,7 @@ def recomputes_layers(one: Screened) -> bool:
 
 class FewestRecomputed:
     """Search for the fewest recomputed layers with which each of several recipes still fits. `judge` predicts
-    recipes by few layers, and `in_full` with all layers; a failure gives None.
+    recipes with few layers, and `in_full` with all layers; a failed prediction is None.
     """
 
     def __init__(
@@ -146,18 +147,18 @@ class _LayersLine:
 
     answer: OnGpus
     one: Screened
-    """The answer that recomputes each layer, as found on few layers."""
+    """The recipe that recomputes every layer, with figures from models of few layers."""
     sharing: Technique
     some: Sequence[Technique]
-    """Techniques that recompute the first layer, the first two, and so on up to all but one."""
+    """Checkpointing techniques that recompute the first layer, the first two, and so on up to all but one."""
     none: Judged
     every: Judged
     bound: int
     """Usable bytes of each GPU."""
     _fits: dict[int, int] = field(default_factory=dict)
-    """Bytes of the full simulations that fit, by the number of recomputed layers."""
+    """Predicted bytes of full simulations that fit, by the number of recomputed layers."""
     _misses: dict[int, int] = field(default_factory=dict)
-    """Bytes of the full simulations that do not fit, likewise."""
+    """Predicted bytes of full simulations that do not fit, by the number of recomputed layers."""
 
     @property
     def layers(self) -> int:
@@ -178,11 +179,11 @@ class _LayersLine:
         return Screened(recipe, judged, shared, self.one.size)
 
     def hear(self, question: Screened, answer: OnGpus | None) -> None:
-        """Store the bytes and seconds of the recipe `question`, simulated with all layers; None after a
-        failure.
+        """Store the bytes and seconds of the recipe `question`, which was simulated with all layers; None
+        after a failure.
         """
         if answer is None:
-            self._misses[self.layers] = 0  # no other number of layers can be simulated either
+            self._misses[self.layers] = 0  # other numbers of recomputed layers cannot be simulated either
             return
         known = self._fits if answer.fits else self._misses
         known[self._layers_of(question)] = answer.needed_bytes
@@ -218,7 +219,9 @@ class _LayersLine:
         )
 
     def why(self, question: Screened, answer: OnGpus) -> str:
-        """Return the sentences that explain a recipe's groups of GPUs and its number of recomputed layers."""
+        """Return the sentences that explain a recipe's groups of GPUs and its number of recomputed layers,
+        for a report.
+        """
         before, more = self.answer.why, self.answer.step_seconds / answer.step_seconds - 1
         layers = self._layers_of(question)
         if not layers:

@@ -1,8 +1,9 @@
-"""Results of plans for several GPUs: the fastest recipe for each number of GPUs, of one GPU model or of many.
+"""Classes of results of plans for several GPUs: the fastest recipe for each number of GPUs, of one GPU model
+or of many.
 
-All cards of one kind cost the same. At any price, the cheapest number of them has the step with the fewest
-GPU seconds (GPUs x seconds a step). Prices compare kinds. They come from the user and are not part of the
-result (`prices.py`).
+All GPUs of one model cost the same. At any price, the cheapest number of them has the step with the fewest
+GPU seconds (GPUs x seconds a step). Prices compare GPU models. They come from the user and are not part of
+the result (`prices.py`).
 """
 
 from __future__ import annotations
@@ -30,33 +31,32 @@ class OnGpus:
     """Recipe in the notation of recipes."""
 
     needed_bytes: int
-    """Bytes that must be free on each of them."""
+    """Bytes that must be free on each GPU."""
 
     step_seconds: float
-    """Seconds of the steady step."""
+    """Seconds of the steady step (equal to all later ones)."""
 
     samples_per_second: float
     """Samples of the global batch per second."""
 
     scaling_efficiency: float | None = None
-    """Share of the step's seconds that would remain without exchanges between GPUs; None on one GPU."""
+    """Share of the step's seconds that would remain without exchanges between the GPUs; None on one GPU."""
 
     bound: str = ""
     """Resource that bounds the step (`StepSeconds.bound`)."""
 
     fits: bool = True
-    """True if it fits; otherwise it is the nearest miss."""
+    """True if the recipe fits. Otherwise it is the recipe that exceeds the memory least."""
 
     why: str = ""
     """Reason for the recipe; empty if it needs none.
 
-    It explains groups of GPUs that work on the same samples, and their sharing. It explains a part of the
-    layers that is recomputed, with their number. It explains the choice if another recipe is predicted to
-    be slightly faster.
+    It explains groups of GPUs with the same samples, the sharding of their weights, and partial
+    recomputation. It also explains a choice that is predicted to be slightly slower than another recipe.
     """
 
     host_share: float | None = None
-    """Share of the step in which the host works (`StepSeconds.host_seconds`)."""
+    """Share of the step's seconds in which the host works (`StepSeconds.host_seconds`)."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -75,7 +75,7 @@ class SeveralGpusPlan(JsonDocument, Tabular):
         "fastest": (int | None, "The number of GPUs with the shortest step."),
         "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
     }
-    """Keys that `to_json` adds, with types and sentences."""
+    """JSON keys that `to_json` adds, with their types and descriptions."""
 
     job: Job
     gpu: Gpu
@@ -83,28 +83,30 @@ class SeveralGpusPlan(JsonDocument, Tabular):
     memory_bytes: int
     """Usable bytes of each GPU."""
     headroom_bytes: int
-    """Bytes of `memory_bytes` that stay free."""
+    """Bytes of `memory_bytes` that the plan keeps free."""
     fidelity: str
-    """Lowest fidelity that was allowed."""
+    """Lowest allowed fidelity (agreement with the unchanged training)."""
     answers: tuple[OnGpus, ...]
-    """Fastest recipe that fits, or the nearest miss, for each number of GPUs, in order."""
+    """For each number of GPUs in order: the fastest recipe that fits, or the one that exceeds the memory
+    least.
+    """
     alternatives: tuple[OnGpus, ...] = ()
-    """Other full simulations on the fastest answer's GPUs, the fastest first.
+    """Other fully simulated recipes on as many GPUs as the fastest answer, the fastest first.
 
-    The first may be slightly faster than the answer, which then has the reason in `why`.
+    The first may be slightly faster than the answer, whose `why` then gives the reason.
     """
     kept_slots: tuple[KeptSlot, ...] = ()
-    """Slots that the search left unchanged."""
+    """Slots (choices of a recipe) that the search left unchanged, with the reasons."""
     refused: tuple[Exclusion, ...] = ()
-    """Techniques that were not considered, with the reasons."""
+    """Techniques that the search excluded, with the reasons."""
     screened: int = 0
-    """Number of recipes simulated on few layers, or in full if the model has no such layers."""
+    """Number of recipes simulated with few layers, or in full if the model's layers cannot be reduced."""
     doubts: tuple[str, ...] = ()
-    """Sentences on the uncertain parts of the answers."""
+    """Warnings about uncertain parts of the answers."""
     price_per_hour: float | None = None
-    """USD of one GPU for an hour, if the user gave a price."""
+    """Price of one GPU in USD per hour; None if the user gave none."""
     versions: Mapping[str, str]
-    """Package versions that the search used."""
+    """Versions of the packages that the search ran with, by package name."""
 
     @property
     def fitting(self) -> tuple[OnGpus, ...]:
@@ -150,22 +152,22 @@ class CardsCost:
     """Predicted cost of training on a number of GPUs of one model, in USD."""
 
     key: str
-    """The kind's key in the table."""
+    """The GPU's key in snugfit's table of GPUs."""
 
     gpus: int
     """Number of GPUs that train together."""
 
     per_hour: float | None
-    """USD an hour for all of them; None if the user gave no price."""
+    """USD per hour for all of these GPUs; None if the user gave no price."""
 
     per_1000_samples: float | None
-    """USD for a thousand samples of steady steps."""
+    """USD for a thousand samples in steady steps, without start-up; None without a price."""
 
     run_seconds: float | None
-    """Seconds of the run without its start-up; None if its length was not given."""
+    """Seconds of the whole run without its start-up; None if its number of steps was not given."""
 
     run: float | None
-    """USD for the run without its start-up."""
+    """USD for the whole run without its start-up; None without a price or a number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,7 @@ class CheapestCards:
     """The GPU model and number of GPUs on which a sample costs least."""
 
     key: str
-    """The kind's key in the table."""
+    """The GPU's key in snugfit's table of GPUs."""
 
     gpus: int
     """Number of GPUs that train together."""
@@ -181,19 +183,19 @@ class CheapestCards:
 
 @dataclass(frozen=True, kw_only=True)
 class CardsRun:
-    """Costs of a run on several GPUs at the given prices."""
+    """Costs of a training run on several GPUs at the given prices, in USD."""
 
     currency: str = "USD"
     """Currency of all prices: `USD`."""
 
     steps: int | None
-    """Optimizer steps of the run; null if they were not given."""
+    """Optimizer steps of the run; null if their number was not given."""
 
     cheapest: CheapestCards | None
-    """The kind and number at the lowest cost; null without prices."""
+    """The kind and number of GPUs with the lowest cost; null without prices."""
 
     costs: tuple[CardsCost, ...]
-    """Cost of each answer that fits."""
+    """Cost of each recipe that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +206,13 @@ class CardsOfKind:
         "fewest": (int | None, "The fewest GPUs that fit; null where none do."),
         "cheapest": (int | None, "The number of GPUs with the fewest GPU seconds a step."),
     }
-    """Keys that `to_json` adds, with types and sentences."""
+    """JSON keys that `to_json` adds, with their types and descriptions."""
 
     gpu: Gpu
-    """The requested kind of GPU."""
+    """The kind of GPU that the user requested."""
 
     fits: bool | None
-    """True if any number of these GPUs trains the job; None if unknown."""
+    """True if the job fits on some number of these GPUs; None if unknown."""
 
     headroom_bytes: int = 0
     """Bytes of each GPU's memory that should stay free."""
@@ -222,19 +224,21 @@ class CardsOfKind:
     """Fastest recipe on the fewest GPUs that fit, then on each larger number that takes fewer GPU seconds a
     step.
 
-    If nothing fits, the nearest miss on the largest number.
+    If nothing fits, the recipe on the largest number that exceeds the memory least.
     """
 
     dearer: tuple[int, ...] = ()
-    """Larger numbers on which no recipe takes fewer GPU seconds than the last answer. No numbers beyond them
-    were tried."""
+    """Larger numbers of GPUs on which no recipe takes fewer GPU seconds than the last answer. No numbers
+    beyond them were tried.
+    """
 
     measured_rates: bool | None = None
-    """True if the GPU's rates were measured, False if a data sheet scaled them from another's, None without
-    seconds."""
+    """True if the GPU's kernel rates were measured, False if a data sheet scaled them from another GPU's,
+    None without predicted seconds.
+    """
 
     why: str = ""
-    """Reason for a missing answer."""
+    """Reason for missing answers."""
 
     @property
     def key(self) -> str:
@@ -253,8 +257,9 @@ class CardsOfKind:
 
     @property
     def lacking_bytes(self) -> int:
-        """Bytes that each GPU is short of for the nearest miss with its headroom; 0 if a recipe fits or none
-        is known."""
+        """Bytes that each GPU lacks for the smallest recipe and its headroom; 0 if a recipe fits or none is
+        known.
+        """
         if self.fits or not self.answers:
             return 0
         return self.answers[0].needed_bytes - (self.gpu.memory_bytes or 0) + self.headroom_bytes
@@ -270,45 +275,47 @@ class CardPlans(JsonDocument):
         "fewest": (str | None, "Key of the GPU that needs the smallest number."),
         "run": (CardsRun, "Costs of a run; with prices or a run length only."),
     }
-    """Keys that the command's document adds, with types and sentences."""
+    """JSON keys that the command's output adds, with their types and descriptions."""
     optional_keys: ClassVar[tuple[str, ...]] = ("run",)
-    """Keys that only the command adds."""
+    """JSON keys that only the command's output has."""
 
     job: Job
     """The training job of the plans."""
 
     fidelity: str
-    """Lowest fidelity that the user allows."""
+    """Lowest allowed fidelity (agreement with the unchanged training)."""
 
     objective: str = "speed"
-    """Order of the report: by the fewest GPUs and their seconds (`speed`), or by `cost`."""
+    """Order of the report: `speed` sorts by the fewest GPUs and their seconds, `cost` by USD."""
 
     steps: int | None = None
-    """Length of the run; None if it was not given. Its start-up is not counted."""
+    """Optimizer steps of the run, without its start-up; None if their number was not given."""
 
     gpus: tuple[int, ...]
     """Allowed numbers of GPUs that divide the global batch evenly."""
 
     uneven: tuple[int, ...] = ()
-    """Requested numbers that do not divide it evenly."""
+    """Requested numbers of GPUs that do not divide the global batch evenly."""
 
     answers: tuple[CardsOfKind, ...]
-    """Answers in the order of the requested kinds."""
+    """Answers for the requested kinds of GPU, in their order."""
 
     kept_slots: tuple[KeptSlot, ...] = ()
-    """Slots that the search left unchanged."""
+    """Slots (choices of a recipe) that the search left unchanged, with the reasons."""
 
     refused: tuple[Exclusion, ...] = ()
-    """Techniques that the search left out, with the reasons."""
+    """Techniques that the search excluded, with the reasons."""
 
     screened: int = 0
-    """Number of recipes simulated on few layers and micro-batches, some of them for several kinds."""
+    """Number of recipes simulated with few layers and micro-batches. One simulation may serve several kinds
+    of GPU.
+    """
 
     doubts: tuple[str, ...] = ()
-    """Warnings about the uncertain parts of the answers."""
+    """Warnings about uncertain parts of the answers."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages that computed the plans."""
+    """Versions of the packages that computed the plans, by package name."""
 
     @property
     def fitting(self) -> tuple[CardsOfKind, ...]:

@@ -59,7 +59,7 @@ def _headline(plan: SeveralGpusPlan) -> Iterator[str]:
                 f"{one.samples_per_second:,.1f} samples/s, {show_bytes(one.needed_bytes)} each, with "
                 f"{one.recipe}."
             )
-        # With one number of GPUs all three answers are the same.
+        # With a single number of GPUs, the fewest, fastest and cheapest are the same.
         if len(plan.answers) == 1:
             return
 

@@ -3,25 +3,25 @@
 Numbers of GPUs are searched one after the other. The results of one bound the results of others
 (`evidence.py`, `fastest.py`). Recipes are compared on models of few layers.
 
-For one kind, the fastest for each number of GPUs are then simulated with all layers, until one fits. On the
-fastest answer's GPUs the best few are simulated, and all are reported. For answers that recompute layers, the
-fewest layers are searched at the end (`part_recomputed.py`).
+For one GPU model, the fastest recipes for each number of GPUs are then simulated with all layers, until one
+fits. On the fastest answer's GPUs, the best few recipes are simulated and reported. For answers that
+recompute layers, the fewest such layers are searched at the end (`part_recomputed.py`).
 
-For many kinds, bisection finds the fewest cards that fit, since each needs less memory if there are more. The
-search continues with each larger number, as long as a step takes fewer GPU seconds. A way to share the work
-that cannot take fewer than the best answer is skipped. Kinds that run the same kernels share each simulation.
+For many GPU models, bisection finds the fewest GPUs that fit, since each needs less memory if there are more.
+The search continues with each larger number, as long as a step takes fewer GPU seconds. Layouts that cannot
+take fewer than the best answer are skipped. GPU models that run the same kernels share each simulation.
 Nothing is simulated in full: for a deep model and hundreds of micro-batches that takes minutes per answer.
 
 **Choice.** Choice among the recipes that were simulated in full, which is not always the fastest.
 
-Seconds are predicted well for a step that the GPU bounds, and not for one that the host bounds. The time
-of FSDP2's Python, DDP's hooks and the user's own code depends on that host. Two recipes with predictions
-within some per cent may then differ widely. An example is BERT-large on two H100s (64 x 512).
-`fsdp(reshard=none)` was predicted at 112.7 ms and took 169, `ddp(bucket_views=true)` at 112.5 and took 118
+Seconds are predicted well for a step that the GPU bounds, and not for one that the host bounds. The time of
+FSDP2's Python, DDP's hooks and the user's own code depends on that host. Two recipes with predictions within
+some per cent may then differ widely. An example is BERT-large on two H100s (64 x 512). `fsdp(reshard=none)`
+was predicted at 112.7 ms and took 169, `ddp(bucket_views=true)` at 112.5 and took 118
 (results/h100-2026-11-26/plan-2-bert.json).
 
-    1. of the recipes within `ALIKE` of the fewest seconds, those with the least relevant work of the host
-    2. among these the fastest, or the simplest that plans for one GPU count as equally fast
+1. of the recipes within `ALIKE` of the fewest seconds, those with the least relevant work of the host
+2. among these the fastest, or the simplest that plans for one GPU count as equally fast
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity
 
 FULL = 3
-"""Number of recipes that are simulated in full on the GPUs of the fastest answer (chosen)."""
+"""Number of recipes that are simulated with all layers, on as many GPUs as the fastest answer (chosen)."""
 
 FEW = 4
-"""Largest number of recomputing answers that are all tried with fewer layers (chosen). If there are more,
-only those on the fewest GPUs, the fastest and the cheapest are tried."""
+"""Largest number of recomputing answers for which fewer recomputed layers are tried (chosen). If there are
+more, only those on the fewest GPUs, the fastest and the cheapest are tried.
+"""
 
 
 def plan_several_gpus(
@@ -87,7 +88,7 @@ def plan_several_gpus(
         job, [gpu], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity, keep=keep, free=free,
         workers=workers, tell=tell, several_gpus=True,
     )  # fmt: skip
-    rates_for(gpu)  # it refuses a GPU with unknown seconds
+    rates_for(gpu)  # raises an error for a GPU with unknown rates
     counts = counts_of(gpus, job, asked.fixed)
     if asked.memory_on(gpu) is None:
         raise GpuError(f"The memory of {gpu.name} is not known. Add memory_bytes (--memory).")
@@ -142,8 +143,8 @@ class _Search:
         )
 
     def _best_of(self, count: int) -> OnGpus:
-        """Return the fastest recipe for `count` GPUs that fits in a simulation of all layers, or the nearest
-        miss.
+        """Return the fastest recipe for `count` GPUs that fits in a simulation of all layers, or the one that
+        exceeds the memory least.
 
         If a recipe does not fit with all layers, its bytes are stored, and the search continues.
         """
@@ -151,10 +152,10 @@ class _Search:
         while fitting := self._outcomes[count].fitting:
             one = fitting[0]
             (answer,) = self._in_full([one])
-            if answer is None:  # it cannot be simulated: the next one may
+            if answer is None:  # this recipe cannot be simulated, but the next one may
                 fitting.pop(0)
                 continue
-            # After a second round with the same first recipe, further rounds would never end.
+            # If a second round has the same first recipe, further rounds would never end.
             if answer.fits or one.recipe in missed:
                 return replace(answer, why=self._why_mesh(one, answer))
             missed.add(one.recipe)
@@ -199,7 +200,7 @@ class _Search:
             left -= {*asked}
             alone = {
                 gpus: replace(one, why=self._why_mesh(found_as[gpus], one)) for gpus, one in asked.items()
-            }  # answers that recompute less are compared with no rival
+            }  # answers that recompute less have no alternatives
             better = fewer.run([(one, found_as[gpus]) for gpus, one in alone.items()])
             after = after | {gpus: one for gpus, one in better.items() if one != alone[gpus]}
             new = self._plan(tuple(after.values()), plan.alternatives)
@@ -266,8 +267,7 @@ def _from_both_ends(counts: Sequence[int]) -> list[int]:
 
 
 PATIENCE = 2
-"""Number of successively larger numbers of GPUs that are not cheaper, after which the search ends
-(chosen)."""
+"""The search ends after this many successive larger numbers of GPUs that are not cheaper (chosen)."""
 
 
 def plan_cards(
@@ -418,16 +418,18 @@ def _doubts_about_mesh(job: Job, shared: Shared, gpu: Gpu) -> Iterator[str]:
 
 
 ALIKE = 1.03
-"""Factor on the fewest seconds of a step (chosen), within which predictions do not distinguish recipes."""
+"""Recipes within this factor of the shortest step count as equally fast (chosen), because predictions do not
+distinguish them.
+"""
 
 HOST_MATTERS = 0.75
-"""Share of a step (chosen) below which the host's work is irrelevant. Above it, less work is better.
+"""Share of a step's seconds in which the host works, below which this work is ignored (chosen).
 
-Such a host does not bound the step, even if it takes a third longer than predicted.
+A host with this share does not bound the step, even if it takes a third longer than predicted.
 """
 
 HOST_ALIKE = 0.05
-"""Difference between two shares of the host's work that counts as equal, as a share of a step (chosen)."""
+"""Difference of two recipes' host work that counts as equal, as a share of a step's seconds (chosen)."""
 
 
 def best_first(answers: Sequence[OnGpus], limit: float = math.inf) -> list[OnGpus]:
@@ -452,7 +454,7 @@ def _host_share(one: OnGpus) -> float:
 
 
 def _length(one: OnGpus) -> int:
-    """Return the number of techniques that a recipe names."""
+    """Return the number of techniques that a recipe names, its length in a report."""
     return sum(not technique.plain for technique in Recipe.parse(one.recipe))
 
 

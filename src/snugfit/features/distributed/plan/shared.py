@@ -14,10 +14,10 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
 
 KEPT = "none"
-"""Value of `ParallelWish.reshard` that keeps all gathered weights."""
+"""Value of `ParallelWish.reshard` that keeps all gathered weights after the forward pass."""
 
 AXES = ("tensor", "context", "stages")
-"""Fields of `ParallelWish` that count the GPUs working on the same samples."""
+"""Fields of `ParallelWish` with numbers of GPUs that work on the same samples."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Shared:
     def wish(self) -> ParallelWish | None:
         """Settings for several processes (field `parallel`), regardless of their number; None on one GPU."""
         wish = PARALLEL.of(self.setup)
-        # The number of GPUs is compared apart.
+        # Numbers of GPUs are compared separately.
         return wish and replace(wish, ranks=0)
 
     @property
@@ -59,7 +59,7 @@ class Shared:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages into which the layers are divided."""
+        """Number of pipeline stages into which the layers are divided; 1 without them."""
         return self._axes.stages
 
     @functools.cached_property
@@ -225,7 +225,7 @@ def _spreads_no_less(own: ParallelWish | None, rival: ParallelWish | None) -> bo
     own = replace(_in_groups_of(own, rival), schedule=rival.schedule)
     if own == rival:
         return True
-    # Only weights sharded over all GPUs are known to take no more than in any other way.
+    # Only weights that are sharded over all GPUs need no more memory than in any other layout.
     if own.weights != "sharded" or own.shards or own.reshard == KEPT or own.on_host < rival.on_host:
         return False
     alike = replace(

@@ -1,14 +1,14 @@
 """Search for a smaller recipe for a run on several GPUs after memory ran out.
 
-All GPUs wait for it, so it does not search for the fastest of all (`search.py`). Two searches on few layers
-(`fastest.py`) follow each other:
+All GPUs wait for this search, so it does not find the fastest recipe of all (`search.py`). Two searches on
+few layers (`fastest.py`) follow each other:
 
-    1. the broken recipe with its batch cut finer. Its bytes are on a line between the batch as it was and
-       single samples, so few cuts are evaluated
-    2. the same with each other technique that recomputes activations. This search is skipped unless the first
-       result takes more than `ENOUGH` times as long as the broken one
+1. the failed recipe with more micro-batches. Its bytes are linear in the samples of a micro-batch, so few
+   numbers are evaluated
+2. the same with each other technique that recomputes activations. This search is skipped unless the first
+   result takes more than `ENOUGH` times as long as the failed one
 
-Only the broken recipe and the answer are simulated with all layers.
+Only the failed recipe and the answer are simulated with all layers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot
 
 ENOUGH = 1.1
-"""Factor on the seconds of the step that ran out of memory (chosen), within which a recipe is accepted
-without a search for faster ones. Such a search costs as much as some hundred steps gain."""
+"""Factor on the predicted seconds of the recipe that ran out of memory (chosen). A recipe within it is
+accepted without a search for faster ones. Such a search costs as much as some hundred steps gain.
+"""
 
 MOST_IN_FULL = 3
-"""Greatest number of answers that are simulated with all layers (chosen), if the first ones do not fit."""
+"""Greatest number of recipes that are simulated with all layers until one fits (chosen)."""
 
 MOST_WORKERS = 4
-"""Greatest number of processes that simulate concurrently (chosen), one for each recipe in one call."""
+"""Greatest number of concurrent simulation processes (chosen). Each call simulates one recipe in each
+process.
+"""
 
 
 def smaller_on_several(
@@ -53,8 +56,8 @@ def smaller_on_several(
     """Return a recipe that needs at most the fraction `share` of this recipe's predicted bytes on this number
     of GPUs, or None.
 
-    It also fits each GPU. Slots in `searched` may change, among those of recomputation and of the cut of
-    the batch. The global batch stays the same. Other processes simulate. Raises `SnugfitError` if the
+    It also fits each GPU. Only recomputation and the number of micro-batches may change, if their slots are
+    in `searched`. The global batch stays the same. Worker processes simulate. Raises `SnugfitError` if the
     recipe cannot be simulated.
     """
     setup = on_gpus(recipe.setup(), gpus)
@@ -98,7 +101,7 @@ class _Smaller:
         self._evidence.learn_limit(at_most(share * needed, gpu), needed / before.needed_bytes)
         self._evidence.hear(self._own, size, before)
         for _ in range(MOST_IN_FULL):
-            # The way of the broken recipe comes first, because a finer cut is often enough.
+            # The layout that ran out of memory comes first, because more micro-batches often suffice.
             best = self._fastest(self._ways[:1])
             if best is None or best.judged.step_seconds > ENOUGH * before.step_seconds:
                 best = self._fastest(self._ways)

@@ -1,8 +1,8 @@
-"""The cost of exchanging tensors between GPUs: NCCL's bytes, and the seconds of each exchange.
+"""Bytes and seconds of exchanging tensors between GPUs: NCCL's memory, and the duration of each exchange.
 
-An exchange of size `S` among `n` GPUs takes a start and `factor * S` bytes over the bus (`_factor`). The bus
-is the GPUs' own link within a host. Between hosts it is the network: as many adapters work at a time as GPUs
-of the group are in one host.
+An exchange of `S` bytes among `n` GPUs takes a constant time, and transfers `factor * S` bytes over the bus
+(`_factor`). Within a host, the bus is the link between GPUs. Between hosts it is the network, with one
+adapter in use for each GPU of the group in one host.
 
 Measured: two and four H200s of one host over NVLink (`evidence.json`). Everything else is scaled by data
 sheets, and a network has usual figures. A prediction reports both.
@@ -38,28 +38,28 @@ class Interconnect(GpuLink):
     """Links between GPUs, in bytes per second of one GPU in one direction."""
 
     link: float
-    """Bytes per second between two GPUs of a host."""
+    """Link rate between two GPUs of one host, in bytes per second."""
 
     is_pcie: bool = False
-    """True if GPUs of a host are linked by PCIe only."""
+    """True if the GPUs of a host are linked only by PCIe, not by NVLink."""
 
     network: float = field(default_factory=lambda: total("network"))
-    """Bytes per second from one host to another."""
+    """Network rate between two hosts, in bytes per second."""
 
     gpus_per_host: int = GPUS_PER_HOST
 
     bus: Mapping[str, float] = field(default_factory=dict)
-    """Calibrated share of the link's rate that large exchanges reach, by NCCL's kernel."""
+    """Calibrated share of the link's rate that large exchanges reach, by the name of NCCL's kernel."""
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a collective or transfer kernel while no other kernel runs beside it."""
         peers, stride = kernel.peers
         if peers < 2:
             return 0.0
-        # So many ranks of a group are in one host if they are `stride` apart.
+        # Number of ranks of a group that share one host, if neighbours are `stride` ranks apart.
         within = max(1, min(peers, self.gpus_per_host // max(1, abs(stride))))
         hosts = math.ceil(peers / within)
-        # Between hosts, NCCL sums in a tree, and other exchanges go round a ring.
+        # Between hosts, NCCL sums in a tree. Other collectives use a ring.
         in_tree = kernel.operator == ALL_REDUCE
         counts = {
             "exchanges": 1,
@@ -71,7 +71,7 @@ class Interconnect(GpuLink):
 
     def _bus(self, kernel: Kernel, within: int, hosts: int) -> float:
         inside = self.link * self.share(kernel.operator, within) if within > 1 else math.inf
-        # The slower of the two limits an exchange that uses both.
+        # An exchange that uses both limits takes the slower one.
         share = total("bus_share", conditions=("network",))
         return min(inside, within * self.network * share if hosts > 1 else math.inf)
 
@@ -106,20 +106,20 @@ def interconnect_of(gpu: Gpu, rates: Rates | None = None) -> Interconnect:
 
 
 def communication_bytes(trace: Trace, gpus: int) -> int:
-    """Return the GPU bytes that NCCL takes, as NVML counts them, in addition to those of torch's allocator.
+    """Return the GPU memory that NCCL takes in addition to torch's allocator, in bytes by NVML.
 
-    They are counted for the process group of all GPUs, and for each further group.
+    It is the sum over the process group of all GPUs and each further group.
     """
     exchanges = [kernel for kernel in trace.kernels if kernel.operator in COLLECTIVES]
     if not exchanges:
         return 0
     to_one = {kernel.peers for kernel in exchanges if kernel.operator in (SEND, RECEIVE)}
     groups = {kernel.peers for kernel in exchanges if kernel.operator not in (SEND, RECEIVE)}
-    # The group of all ranks, of distance 1, is counted as the first.
+    # The group of all ranks, with stride 1, is counted first.
     further = {stride for _, stride in groups - {(gpus, 1)}}
     nearest = {min((abs(stride) for _, stride in to_one), default=1)}
-    of_stages = nearest - {1} - further  # the group of the stages, where it sums nothing
-    # Sends need a connection to each peer, with buffers of its own; so does an all-to-all.
+    of_stages = nearest - {1} - further  # the group of the stages, if it has no all-reduce
+    # Sends and all-to-all need a connection to each peer, with buffers of its own.
     sends = to_one | {kernel.peers for kernel in exchanges if kernel.operator == ALL_TO_ALL}
     # Some groups communicate only before the recorded step.
     more = max(len(groups - {(gpus, 1)}) + len(of_stages), trace.groups)
@@ -140,7 +140,7 @@ def doubts_about_exchanges(trace: Trace, gpu: Gpu | None, rates: Rates | None = 
         return []
     connected = interconnect_of(gpu)
     doubts = []
-    # A calibration of this machine's own exchanges leaves no such doubt.
+    # A calibration of this machine's own exchanges needs no such warning.
     if gpu.key not in devices("bus_share") and not (rates and rates.bus):
         how = "PCIe, whose data rate is a guess" if connected.is_pcie else "their link's data sheet"
         doubts.append(

@@ -65,8 +65,8 @@ def late_frees(trace: Trace, gpu: Gpu | None, setup: Setup, rates: Rates | None)
     """Return blocks that are freed late, because another stream still uses them, in the form of `Frees`
     (`last_step.py`).
 
-    The blocks are those of the trace's last step. The result is empty without such blocks, or if no speeds of
-    the GPU are known.
+    The blocks are those of the trace's last step. The result is empty without such blocks, or if the GPU's
+    rates are unknown.
     """
     if gpu is None or not trace.awaited:
         return {}
@@ -88,7 +88,7 @@ def _by_moments(trace: Trace, timed: Sequence[TimedKernel]) -> dict[int, int]:
         if not awaited:
             continue
         done = max(ends[kernel] for kernel in awaited)
-        first = bisect.bisect_left(launches, done)  # of the kernels that are launched after that
+        first = bisect.bisect_left(launches, done)  # of the kernels that are launched after `done`
         # Allocations before the last launch that precedes `done` find the block still in use.
         back = trace.launched[first - 1] if 0 < first < len(launches) else len(trace.events) * bool(first)
         if back > event:
@@ -121,11 +121,13 @@ class DistributedExchanges(Exchanges):
         return [rank_of(stage, wish) for stage in stages_to_rehearse(wish, job.model.layers)]
 
     def weights_on_host(self, job: Job, setup: Setup, traces: Sequence[Trace], loop: str) -> int:
-        """Return the bytes of the weights that each process builds: those of all stages, or of all shards."""
+        """Return the total bytes of the weights that each process builds: those of all stages, or of all
+        shards.
+        """
         wish, engine = PARALLEL.of(setup), SHARDING.of(setup)
         if engine is not None and engine.stage == 3 and loop != "plain":
-            return 0  # `built_by_transformers`: they are made on the device, part by part
-        # Each process of these loops builds the whole model, of which the trace has one shard.
+            return 0  # `built_by_transformers`: weights are created on the device, part by part
+        # Each process of these loops builds the whole model, while the trace has one shard of it.
         copies = (wish.shards or wish.ranks) if wish and loop != "plain" and wish.weights == "sharded" else 1
         if wish is not None and len(traces) > 1:
             return copies * weights_of_stages(job, wish, traces)
@@ -174,8 +176,9 @@ class DistributedExchanges(Exchanges):
 
 
 PIPELINE_BOUND_ABOVE = 0.15
-"""Share of the step in which a GPU waits for other stages, above which the step is called bound by it
-(chosen, as for the host)."""
+"""Limit of the share of a step in which a GPU waits for other stages. Above it, the step is bound by the
+pipeline (chosen, as for the host).
+"""
 
 
 class PipelinedRanks:
@@ -199,7 +202,7 @@ class PipelinedRanks:
             without_other_stages(trace), self._gpu, batch_size=batch_size, rates=rates, workers=workers
         )
         link = interconnect_of(self._gpu, rates)
-        # `alone` has no transfers between stages, so their seconds are added.
+        # Steps of `alone` contain no transfers between stages, so their seconds are added.
         sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
         self._step = step = pipelined_step(
             {self._stages[one.rank]: one.trace for one in self._ranks},
@@ -212,7 +215,7 @@ class PipelinedRanks:
             tied=self._job.ties_embeddings(),
         )
         length, idle = step.step_seconds, step.idle[self._stages[rank]]
-        # The rest of the step beside device and other stages is the wait for the host.
+        # The rest of the step, without the device's work and waits for other stages, is a wait for the host.
         waits = idle > max(length - idle - alone.device_seconds, PIPELINE_BOUND_ABOVE * length)
         return replace(
             alone,

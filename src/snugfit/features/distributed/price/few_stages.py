@@ -56,10 +56,12 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 4
-"""Least number of layers of the shallower stages (chosen), as in other models of few layers."""
+"""Number of layers of the shallower of two simulated stages (chosen), as in other models of few layers."""
 
 STEPS = 2
-"""Number of simulated steps: permanent allocations exist at the end of the first."""
+"""Number of simulated steps. Permanent allocations, such as optimizer states, exist from the end of the first
+one.
+"""
 
 
 class _StageFigures(NamedTuple):
@@ -68,14 +70,14 @@ class _StageFigures(NamedTuple):
     """
 
     unused_bytes: float
-    """Bytes that the allocator reserves without use, plus bytes outside the allocator."""
+    """Bytes that the allocator reserves without use, plus bytes outside of the allocator."""
     allocated_bytes: float
     after: float
-    """Seconds of the work after the last pass: clipping and the update."""
+    """Seconds of clipping and the update, after the last pass."""
     model_seconds: float
     """Total seconds of the kernels of forward and backward passes, without exchanges."""
     passes: tuple[float, ...]
-    """Seconds of the passes of all micro-batches, by kind and stage in order."""
+    """Seconds of each kind of pass in each stage, for all micro-batches, in a fixed order."""
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -84,7 +86,7 @@ class _StageFigures(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _StageFigures:
-        """Return the object whose fields are these numbers, the inverse of `numbers`."""
+        """Return the object whose fields are these numbers, the inverse of the method `numbers`."""
         unused, allocated, after, model, *passes = numbers
         return cls(unused, allocated, after, model, tuple(passes))
 
@@ -101,7 +103,7 @@ class StagesStep(NamedTuple):
 
 
 _Place = tuple[bool, bool]
-"""The type of a stage's position: if it is the first, and if it is the last."""
+"""The type of a stage's position: True for the first stage, and True for the last."""
 
 _OfStages = dict[_Place, _StageFigures]
 
@@ -119,7 +121,7 @@ class StagesQuestion:
         self._kinds, self._software, self._policy = kinds, software, policy
         self._part, self._setup, self._wish = part, setup, wish
         self._transfer, self._clips = [0.0] * len(kinds), False
-        self._passes: dict[_Place, list[tuple[str, int]]] = {}  # kinds of passes, with their stage
+        self._passes: dict[_Place, list[tuple[str, int]]] = {}  # kind and stage, by position
         self.doubts: list[dict[str, None]] = [{} for _ in kinds]
 
     def judge(self, depth: Depth | None) -> list[StagesStep]:
@@ -131,7 +133,7 @@ class StagesQuestion:
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
         points = self._depths(depth)
         by_depth = [self._simulate(depth, layers, few) for layers in points]
-        # One micro-batch more shows the increase of each.
+        # A simulation with one more micro-batch shows the increase for each.
         longer = self._simulate(depth, points[0], few + 1) if pieces > few else by_depth[0]
         return [
             self._together(kind, points, [one[kind] for one in by_depth], longer[kind], few)
@@ -145,7 +147,7 @@ class StagesQuestion:
         """
         if depth is None:
             return (0,)
-        # Recomputed layers form a pattern, which a shallower model must repeat whole.
+        # Recomputed layers form a pattern, which a shallower model must contain as a whole.
         repeats = periodic_setup(self._setup, depth.layers).period
         period = math.lcm(depth.period, repeats)
         least = math.ceil(FEWEST / period) * period
@@ -156,7 +158,7 @@ class StagesQuestion:
         """Simulate each pipeline stage with `layers` layers and `pieces` micro-batches, and return bytes and
         seconds by GPU model.
         """
-        # The batch changes in proportion, so a micro-batch has the same size.
+        # The batch is reduced in proportion, so that a micro-batch keeps its size.
         part, setup = self._setup.in_pieces(pieces, self._part)
         if depth is not None and layers:
             part = depth.shallower(part, layers * self._wish.all_stages)
@@ -165,7 +167,7 @@ class StagesQuestion:
         for stage in stages_to_rehearse(self._wish, part.model.layers):
             trace = rehearse(part, setup, self._policy, steps=STEPS, rank=rank_of(stage, self._wish))
             for kind, figures in enumerate(self._figures(trace, setup, stage)):
-                # The longer stages come first, so the first one of a place is the largest.
+                # The longer stages come first, so the first one at a position is the largest.
                 known[kind].setdefault(_place(stage, self._wish), figures)
         return known
 
@@ -179,7 +181,7 @@ class StagesQuestion:
             rates = rates_for(gpu, self._wish.ranks)
             order = orders_of(self._wish, setup.micro_batches)[stage]
             work = stage_work(trace, order, gpu, rates, workers=setup.loader.workers)
-            # Sorted, so that figures of several depths are in one order.
+            # Sorted, so that figures of several depths have the same order.
             passes = self._passes[_place(stage, self._wish)] = sorted(work.passes)
             clock = KernelClock(rates, interconnect_of(gpu, rates))
             sent = transfer_seconds(trace, interconnect_of(gpu, rates))
@@ -191,7 +193,7 @@ class StagesQuestion:
                     allocated_bytes=after.allocated_peak,
                     after=work.after,
                     model_seconds=sum(
-                        # Exchanges are counted apart, with the waits for other stages.
+                        # Exchanges are counted separately, together with the waits for other stages.
                         clock.seconds(kernel)
                         for kernel in trace.kernels
                         if kernel.phase in MODELS_OWN and kernel.operator not in COLLECTIVES
@@ -242,12 +244,12 @@ class StagesQuestion:
         """
         kind, pieces = _place(stage, self._wish), self._setup.micro_batches
         layers = len(layers_at(stage, self._wish, self._part.model.layers))
-        # A GPU has `chunks` stages of so many layers.
+        # A GPU has `chunks` stages with this number of layers.
         points = [count * self._wish.chunks for count in points]
         shallow = [one.get(kind) or next(iter(one.values())) for one in by_depth]
         by_number = zip(*(one.numbers for one in shallow), strict=True)
         deep = [linear_extrapolate(points, values, layers) for values in by_number]
-        # Unused bytes do not grow with layers, so the largest counts.
+        # Unused bytes do not grow with the number of layers, so the largest value is taken.
         known = _StageFigures.of((max(one.unused_bytes for one in shallow), *deep[1:]))
         if pieces == few:
             return known
@@ -258,7 +260,7 @@ class StagesQuestion:
             for values in zip(shallow[0].numbers, further, known.numbers, strict=True)
         ])  # fmt: skip
         return known._replace(
-            # A further micro-batch adds the buffers for its transfer.
+            # Each further micro-batch adds buffers for its transfers.
             allocated_bytes=known.allocated_bytes + (pieces - few) * further[1],
             passes=with_all.passes,
             model_seconds=with_all.model_seconds,

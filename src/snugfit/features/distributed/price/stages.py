@@ -1,9 +1,9 @@
 """A step of a pipeline-parallel model: the ranks to simulate, and the seconds of all stages together.
 
-Ranks of one stage are alike, and middle stages differ little. So only the ranks with the largest memory or
-other seconds are simulated. The first has the embedding and, under 1F1B, keeps the most micro-batches. The
-second keeps the most of those between. The last has the head. If layers cannot be cut evenly, one of the
-shorter stages is added.
+Ranks of one stage are alike, and middle stages differ little. So only the ranks that differ in memory or
+seconds are simulated. The first has the embedding and, under 1F1B, holds the activations of the most
+micro-batches. The second holds the most of the middle ones. The last has the head. If layers cannot be cut
+evenly, one of the shorter stages is added.
 
 The seconds are those of a schedule: each stage runs its micro-batches in its order. A forward pass waits for
 the stage before, a backward pass for the stage behind. Their seconds follow from the stage's own trace,
@@ -39,24 +39,26 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
-"""torch's names of the schedules with one stage on each GPU."""
+"""torch's names of the pipeline schedules with one stage on each GPU."""
 
 FURTHER = 1
-"""Number of micro-batches in the smallest simulation, beyond one for each stage.
+"""Micro-batches of the smallest simulation in addition to one for each stage.
 
-With as many as stages the first stage keeps its maximum at once. With one more it frees one before the
+With one for each stage, the first stage holds all of them at once. With one more, it frees one before the
 next (1F1B).
 """
 
 IN_TURN = frozenset({ONE_FORWARD_ONE_BACKWARD, GPIPE})
-"""Schedules in which, after the first ones, each micro-batch repeats the pattern of the one before."""
+"""Schedules in which, after the first micro-batches, each one repeats the pattern of the one before."""
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs' gradients", "weights' gradients"
 
 KINDS = {
     "FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUTS, "BACKWARD_WEIGHT": WEIGHTS,
 }  # fmt: skip
-"""torch's names of the kinds of passes. A backward pass is one, or split into two."""
+"""Kinds of passes (forward or backward) by torch's names in schedules. A backward pass is one entry, or split
+into gradients of inputs and of weights.
+"""
 
 _PASSES = frozenset({FORWARD, BACKWARD})
 
@@ -68,7 +70,7 @@ class Pass(NamedTuple):
     """Kind of the pass, one of `KINDS`."""
 
     stage: int
-    """Number of the stage among all stages."""
+    """Index of the stage among all stages of the model."""
 
     micro_batch: int
 
@@ -106,16 +108,20 @@ def rank_of(position: int, wish: ParallelWish) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Seconds that one GPU of a pipeline computes in a step, without its waits for other stages."""
+    """Seconds that one GPU of a pipeline computes in a step, without waits for other stages."""
 
     passes: Mapping[tuple[str, int], float]
-    """Seconds of a micro-batch's pass, by its kind and its stage on this GPU, counted from 0."""
+    """Seconds of one micro-batch in a pass. Keys are the kind of pass and the index of the stage on this GPU,
+    from 0.
+    """
 
     before: float = 0.0
-    """Seconds before the first pass, in which the batch is copied."""
+    """Seconds before the first pass, in which the batch is copied to the GPU."""
 
     after: float = 0.0
-    """Seconds after the last pass: sums of weights that two stages share, clipping, the update."""
+    """Seconds after the last pass, for clipping, the update, and the gradient sum of weights that two stages
+    share.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +129,10 @@ class PipelinedStep:
     """Predicted seconds of a step of all stages together."""
 
     step_seconds: float
-    """Seconds between the ends of two steady steps."""
+    """Seconds of the steady step (equal to all later ones), from end to end."""
 
     idle: Sequence[float]
-    """Seconds of the step in which each GPU of one copy of the model waits for others."""
+    """Seconds of a step in which each GPU waits for other stages, for the GPUs of one copy of the model."""
 
     exposed_seconds: float
     """Seconds by which transfers between stages lengthen the step."""
@@ -140,7 +146,7 @@ class PipelinedStep:
 def without_other_stages(trace: Trace) -> Trace:
     """Return a copy of a pipeline stage's trace without waits for other stages."""
     kernels = (
-        # Without peers, such a kernel takes no time.
+        # A send or receive without peers takes no time.
         kernel._replace(peers=ALONE, nbytes=0) if kernel.operator in (SEND, RECEIVE) else kernel
         for kernel in trace.kernels
     )
@@ -155,7 +161,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     """
     queue = queue_of(without_other_stages(trace), rates, interconnect_of(gpu, rates), workers=workers)
     moments = SimulatedStreams(*queue).moments
-    # Passes are looked up by the stage's number on this GPU.
+    # Passes are found by the index of the stage on this GPU.
     numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
     kinds = [(one.kind, numbers[one.stage]) for one in order]
     seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -165,7 +171,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
         # A kernel may end before one that was launched earlier, in another stream.
         took = max(0.0, end - reached)
         if kernel.phase in _PASSES and kinds:
-            # Kernels before the first pass already belong to the loop's forward phase.
+            # Kernels before the first pass belong to the loop's forward phase.
             seconds[kinds[max(0, at)]] += took
         elif at < 0:
             before += took
@@ -180,7 +186,7 @@ def _pass_of_each(trace: Trace) -> list[int]:
     """Return for each kernel the index of the forward or backward pass that it belongs to; -1 for kernels
     before the first pass.
     """
-    # The first mark is the loop's, which precedes torch's first pass.
+    # The first mark is from the loop, before torch's first pass.
     begins = trace.passes[1:]
     return [bisect.bisect_right(begins, number) - 1 for number in range(len(trace.kernels))]
 
@@ -246,7 +252,7 @@ def simulate_stages(
     update, with `tied` the first and the last.
     """
     length = _step_length(work, orders, transfer, clips=clips, tied=tied)
-    # The same step with instant transfers: the difference is their exposed time.
+    # The same step with instant transfers. The difference of both is the exposed time of transfers.
     at_once = _step_length(work, orders, 0.0, clips=clips, tied=tied)
     busy = [
         own.before + own.after + sum(own.passes[one.kind, one.stage // len(work)] for one in order)
@@ -264,7 +270,7 @@ def _step_length(
 ) -> float:
     free = [0.0] * len(work)
     end = last = 0.0
-    # The first steps fill the pipeline; the last is steady.
+    # The first steps fill the pipeline, and the last one is steady.
     for _ in range(SIMULATED_STEPS):
         last = end
         free = _run_passes(work, orders, transfer, free)
@@ -286,7 +292,7 @@ def _run_passes(
     ranks = len(work)
     last = max(one.stage for order in orders for one in order)
     now = [moment + own.before for moment, own in zip(free, work, strict=True)]
-    done: dict[tuple[bool, int, int], float] = {}  # forward passes, and sent gradients of backward passes
+    done: dict[tuple[bool, int, int], float] = {}  # ends of forward passes, and of backward ones that send
     nexts = [0] * ranks
     waiting = list(range(ranks))
     while waiting:
@@ -296,17 +302,17 @@ def _run_passes(
             forward = one.kind == FORWARD
             source = one.stage - 1 if forward else one.stage + 1
             given = 0.0
-            # Gradients of weights need nothing from another stage.
+            # The gradients of weights need no tensor from another stage.
             if 0 <= source <= last and one.kind != WEIGHTS:
                 if (forward, source, one.micro_batch) not in done:
                     break
-                # Two stages of one GPU transfer nothing.
+                # Two stages on one GPU transfer nothing.
                 given = done[forward, source, one.micro_batch] + transfer * (source % ranks != rank)
             now[rank] = max(now[rank], given) + work[rank].passes[one.kind, one.stage // ranks]
             nexts[rank] += 1
             if one.kind != WEIGHTS:
                 done[forward, one.stage, one.micro_batch] = now[rank]
-                # The stage that waited for this pass may continue.
+                # The stage that waits for this pass can continue.
                 other = (one.stage + (1 if forward else -1)) % ranks
                 if other not in waiting and other != rank:
                     waiting.append(other)

@@ -1,9 +1,9 @@
 """Timeline of a step whose kernels run in several CUDA streams: computation, and collectives in parallel.
 
-This is the queue of `seconds.py` with more than one stream. The host launches one kernel after the other.
-Each stream runs its own in order. A kernel starts after its launch and after the kernels of other streams
-that it waits for. While an exchange and another kernel run at once both take longer, since they share the
-GPU's multiprocessors and its memory.
+It extends the queue of kernels in `seconds.py` to several streams. The host launches one kernel after the
+other. Each stream runs its own in order. A kernel starts after its launch and after the kernels of other
+streams that it waits for. While an exchange and another kernel run at once both take longer, since they share
+the GPU's multiprocessors and its memory.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class SimulatedStreams:
         self._exchanges = [kernel.operator in COLLECTIVES for kernel in kernels]
         self._slowed = total("slowdown", "kernel"), total("slowdown", "exchange")
         self.now = self.host_at = 0.0
-        """The simulated moment in seconds, and the moment of the host's next launch."""
+        """Simulated time in seconds, and the time of the host's next launch."""
         end = before = 0.0
         for _ in range(SIMULATED_STEPS):
             self._began, before = self.host_at, end
             end = self._run_step()
         self.seconds = end - before
-        """Seconds between the ends of two steady steps."""
+        """Seconds of the steady step (equal to all later ones), from end to end."""
 
     @property
     def moments(self) -> list[tuple[float, float, float]]:
@@ -55,10 +55,10 @@ class SimulatedStreams:
 
     def _run_step(self) -> float:
         """Simulate one step to the end of its last kernel, and return that time in seconds."""
-        self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched, by stream
-        self._running: dict[int, int] = {}  # kernel by stream
+        self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)  # launched kernels, by stream
+        self._running: dict[int, int] = {}  # index of the running kernel, by stream
         self._running_exchanges = 0
-        self._left: dict[int, float] = {}  # seconds that a running kernel still takes by itself
+        self._left: dict[int, float] = {}  # seconds that each running kernel still takes if it runs alone
         self.starts: list[float] = [math.nan] * len(self._kernels)
         self.ends: list[float] = [math.nan] * len(self._kernels)
         self.begins: list[float] = [math.nan] * len(self._kernels)
@@ -74,7 +74,7 @@ class SimulatedStreams:
             self._advance(self.host_at)
             waiting = self._waiting[kernel.stream]
             waiting.append(number)
-            # A kernel behind another one of its stream starts at that one's end.
+            # A kernel behind another one of its stream starts when that one ends.
             if len(waiting) == 1 and kernel.stream not in self._running:
                 self._begin(kernel.stream, waiting)
         for _ in syncs:
@@ -99,8 +99,8 @@ class SimulatedStreams:
         return 1 / self._slowed[self._exchanges[number]]
 
     def _next_end(self) -> float:
-        """Return the seconds until the next running kernel ends."""
-        # Kernels slow each other only if an exchange and another kernel run at once.
+        """Return the seconds until the first running kernel ends."""
+        # Kernels slow each other down only if an exchange and another kernel run concurrently.
         if not 0 < self._running_exchanges < len(self._left):
             return min(self._left.values())
         return min(left / self._rate(number) for number, left in self._left.items())
@@ -131,7 +131,7 @@ class SimulatedStreams:
         """
         left, running = self._left, self._running
         for stream, number in [*running.items()]:
-            if left[number] <= 1e-12:  # seconds: what rounding leaves
+            if left[number] <= 1e-12:  # seconds that remain by rounding errors
                 self.ends[number] = self.now
                 self._running_exchanges -= self._exchanges[number]
                 del running[stream], left[number]
@@ -149,7 +149,7 @@ class SimulatedStreams:
         """
         number = waiting[0]
         after = self._kernels[number].after
-        # A kernel without an end is still to come.
+        # A kernel without an end has not run yet.
         if after and any(math.isnan(self.ends[other]) for other in after):
             return
         waiting.popleft()

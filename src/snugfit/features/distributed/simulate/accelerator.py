@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 PLENTY = 1 << 50
-"""Bytes of the simulated device if no GPU is given: more than any model needs."""
+"""Memory of the simulated device in bytes if no GPU is given: more than any model needs."""
 
 
 class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]

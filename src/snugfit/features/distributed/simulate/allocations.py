@@ -1,4 +1,4 @@
-"""Allocations of one rank of several, whose storages may be resized or used by several streams."""
+"""Allocations of one of several ranks, whose storages may be resized or used by several streams."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RankAllocations(Allocations):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.moment_of: Callable[[int], Iterable[int]] = lambda stream: ()
-        """Function from a stream to the indices of its unfinished kernels, as far as they are recorded."""
+        """Function that returns a stream's recorded kernels that are not finished, as indices."""
         self.awaited: dict[int, tuple[int, ...]] = {}
-        """Unfinished kernels of other streams at the free of a block, by the block's index."""
+        """Kernels of other streams that still use a block when it is freed, by the block's index."""
         self.is_over = False
-        """True after the run, so that later frees are not recorded."""
-        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams by block
+        """True after the simulated run, so that later frees are not recorded."""
+        self._borrowers: defaultdict[int, set[int]] = defaultdict(set)  # other streams that use each block
 
     def _add_free(self, index: int) -> None:
         if index == NO_BLOCK or self.is_over:
@@ -44,7 +44,7 @@ class RankAllocations(Allocations):
         address = storage._cdata
         index, reference = self._live.get(address, (NO_BLOCK, None))
         if index != NO_BLOCK:
-            # The storage object lives on, so its own end must not free the block again.
+            # The storage object stays alive, so that its deletion must not free the block again.
             self._released.add(index)
             self._live[address] = (NO_BLOCK, reference)
             self._add_free(index)
@@ -64,6 +64,6 @@ class RankAllocations(Allocations):
         The allocator does not reuse its freed block before that stream finishes.
         """
         index, _ = self._live.get(tensor.untyped_storage()._cdata, (NO_BLOCK, None))
-        # A use in the block's own stream delays nothing.
+        # A use in the block's own stream does not delay its reuse.
         if index != NO_BLOCK and stream != self.streams.get(index, DEFAULT_STREAM):
             self._borrowers[index].add(stream)

@@ -16,10 +16,10 @@ from snugfit.rehearsal.device.buffers import Buffer, GpuSize, Scratch, nest
 
 NUMBER, THREADS = 8, 128
 TILE = 16 * THREADS
-"""Bytes that a block of threads moves in one iteration."""
+"""Bytes that a thread block of the copy kernel moves in one iteration."""
 
 WAVES = 2
-"""Limit of launched blocks per block that the GPU can run at once."""
+"""Limit of launched thread blocks, as a multiple of those that the GPU runs at once."""
 
 
 def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
@@ -35,7 +35,7 @@ def split_with_sizes_copy(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> S
     ranks = math.prod(gathered.shape[:dim])
     at_once = gpu.multiprocessors * gpu.threads // THREADS * WAVES
     rounds = _ceil(sum(_ceil(one, TILE) for one in nbytes) * ranks, at_once)
-    together = min(math.ceil(math.sqrt(rounds)), ranks)  # number of ranks' parts that a block copies
+    together = min(math.ceil(math.sqrt(rounds)), ranks)  # number of ranks' parts that a thread block copies
     blocks = sum(_ceil(one, TILE * _ceil(rounds, together)) for one in nbytes)
     return _table(blocks + 4 * len(nbytes) + 1)
 
@@ -64,4 +64,6 @@ def _ceil(whole: int, part: int) -> int:
 
 
 SCRATCH = {"fsdp::split_with_sizes_copy": split_with_sizes_copy, "fsdp::chunk_cat": chunk_cat}
-"""Functions that compute an operator's temporary memory (`rehearsal/device/scratch.py`)."""
+"""Functions that return the bytes of an operator's temporary memory, by operator
+(`rehearsal/device/scratch.py`).
+"""

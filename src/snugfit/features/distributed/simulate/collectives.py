@@ -30,15 +30,15 @@ KERNELS = {
     "send": SEND,
     "recv": RECEIVE,
 }
-"""NCCL's kernels by a part of the operator's name."""
+"""Names of NCCL's kernels. The keys are parts of torch's operator names."""
 
 WAITS = frozenset(sync_ops)
-"""Operators that wait for communication and exchange nothing."""
+"""Operators that wait for a collective and start no communication."""
 
 ALL_TO_ALL_SINGLE = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Functional all-to-all operators.
 
-Their arguments are the tensor, the sizes of received and of sent parts, and the group.
+Arguments are the tensor, the sizes of received and of sent parts, and the group.
 """
 
 
@@ -48,8 +48,8 @@ def is_collective(func: Any) -> bool:
 
 
 def gives_its_own(func: Any) -> bool:
-    """Return True if this wait operator returns its input tensor itself. On tensors without data, torch
-    returns another tensor.
+    """Return True if this wait operator returns its input tensor itself. On tensors without data, torch would
+    return another tensor.
     """
     return bool(func._schema.name.endswith("::wait_tensor"))
 
@@ -106,13 +106,13 @@ def peers_of_exchange(func: Any, args: tuple[Any, ...], group: Any) -> tuple[int
     if kernel_of(func) not in (SEND, RECEIVE):
         return None
     ranks = torch.distributed.get_process_group_ranks(group)
-    # The first number after tensors and group is the other rank within its group.
+    # The first number after the tensors and the group is the peer's rank within the group.
     other = next(argument for argument in args[2:] if isinstance(argument, int))
     return 2, ranks[other] - torch.distributed.get_rank()
 
 
 def carried_bytes(func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes of the whole tensor that a collective sums, gathers, scatters or sends."""
+    """Return the bytes that a collective sums, gathers, scatters or sends, those of the whole tensor."""
     if func in ALL_TO_ALL_SINGLE:
         return int(args[0].nbytes)
     return int(CollectiveOp.get_comm_tensor_size(func, out, args, kwargs))
@@ -130,9 +130,9 @@ def tensors_carried(func: Any, out: Any, args: tuple[Any, ...]) -> list[torch.Te
     kernel = kernel_of(func)
     if kernel == RECEIVE:
         return _tensors_in(args[:1])
-    if func.namespace == "_c10d_functional":  # its operand belongs to other code
+    if func.namespace == "_c10d_functional":  # the operand belongs to the caller
         gives = kernel in (ALL_GATHER, REDUCE_SCATTER) and isinstance(out, torch.Tensor)
-        # A send or an all-reduce carries tensors of other code.
+        # The tensors of a send or an all-reduce belong to the caller.
         return [out] if gives else []
     if kernel == ALL_GATHER:
         return _tensors_in((out, args[:1]))

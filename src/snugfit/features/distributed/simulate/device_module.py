@@ -30,14 +30,14 @@ class ShapesModule:
     ) -> None:
         self._order, self._devices = order, devices
         self.wait = wait
-        """Function to call if the host waits for the device."""
+        """Function that is called when the host waits for the device."""
         self.empty_cache = empty_cache
-        """Function to call if the allocator releases its cached memory."""
+        """Function that is called when the allocator releases its cached memory."""
         self._streams = {DEFAULT_STREAM: ShapesStream(self, DEFAULT_STREAM)}
 
     def Stream(self, *arguments: Any, **keywords: Any) -> ShapesStream:
         """Return a new stream; its priority is ignored."""
-        # On one GPU, DeepSpeed's own work is in the computing stream (`overlap_comm` is off).
+        # On one GPU, DeepSpeed works in the computing stream (`overlap_comm` is off).
         if self._devices == 1:
             return self.default_stream()
         number = self._order.make()
@@ -100,7 +100,7 @@ class ShapesEvent:
     def __init__(self, module: ShapesModule) -> None:
         self._module = module
         self.moment: Moment = frozenset()
-        """The last kernels of the recorded stream at the event."""
+        """Last kernels of the stream in which the event was recorded, at that time."""
 
     def record(self, stream: ShapesStream | None = None) -> None:
         """Record the position of a stream; the default is the current one."""
@@ -156,7 +156,7 @@ class ShapesStream:
         self._module.wait()
 
     def query(self) -> bool:
-        """Return True: the work of a simulated stream is always finished."""
+        """Return True, because the work of a simulated stream is always finished."""
         return True
 
     def __enter__(self) -> ShapesStream:

@@ -64,7 +64,7 @@ class FileHandle:
         self._pending = 0
 
     def async_pread(self, buffer: torch.Tensor, path: str, offset: int = 0) -> int:
-        """Report the read or write of a file to the observer, and return 0 for success."""
+        """Report the read or write of a file, in bytes, to the observer. Return 0 for success."""
         self._pending += 1
         MetaLink.observer.swap(buffer.nbytes)
         return 0
@@ -95,7 +95,7 @@ class FileHandle:
 
 
 LOCKED: set[int] = set()
-"""Storages of page-locked memory; all handles of a process share the set."""
+"""Addresses of page-locked host storages, shared by all objects of this process."""
 
 
 class FileOperator:
@@ -134,8 +134,8 @@ class TorchForShapes:
 
 
 class _Number:
-    """Replacement of `float` in DeepSpeed's code: the gradients' norm, a tensor without data, becomes 1, as
-    no shape depends on it.
+    """Replacement of `float` in DeepSpeed's code. It turns the gradients' norm, a tensor without data, into
+    1, because no shape depends on it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -159,10 +159,10 @@ HOOKS = {
     ),
     "DeepSpeedZeroOptimizer_Stage3": ("reduce_ready_partitions_and_remove_grads",),
 }
-"""Methods of the third stage that run in Python, by class.
+"""Methods of ZeRO stage 3 that run in Python, by class.
 
-They run before and after each module, forward and backward, to find the weights to fetch and to release. One
-runs at each weight's gradient.
+They run before and after each module, to find the weights to fetch and to release. One runs at each weight's
+gradient.
 """
 
 
@@ -202,14 +202,14 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
     from snugfit.features.distributed.simulate.accelerator import ShapesAccelerator
 
     host = HostTensors(
-        # A conversion on the device is an operator of the step.
+        # A dtype conversion on the device is an operator of the step.
         lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
     )
     recorder.host = host
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(recorder.rank or 0, ranks))
         free = recorder.policy.free_bytes
-        free = None if free is None else free - PROCESS_GROUP[2]  # the second stage reads it
+        free = None if free is None else free - PROCESS_GROUP[2]  # ZeRO stage 2 reads the free memory
         order = (
             recorder.order if isinstance(recorder, RankRecorder) else StreamOrder(recorder.memory.use_stream)
         )
@@ -219,7 +219,7 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
         patches: list[Patch] = [
             (real, "ds_accelerator", accelerator),
             (linear, "get_accelerator", CPU_Accelerator),  # used under autocast
-            (cpuinfo, "get_cpu_info", dict),  # it takes a second
+            (cpuinfo, "get_cpu_info", dict),  # the real query takes a second
             (cpu_adam, "CPUAdamBuilder", lambda: CpuAdam(host)),
             *((swapper, "AsyncIOBuilder", lambda: FileOperator(host)) for swapper in swappers),
             # On one GPU all work is in one stream.
@@ -230,9 +230,9 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
             *((module, "is_invalid_grad_norm", lambda norm: False) for module in (stage2, stage3)),
             *((module, "float", _Number(recorder)) for module in (stage2, stage3)),
             (stage2, "torch", TorchForShapes()),
-            # torch draws these ids by Python's `random`, whose state belongs to the run.
+            # torch draws these ids from Python's `random`, whose state belongs to the run.
             (fake_work, "generate_unique_id", itertools.count().__next__),
-            # The recorder and the host's memory are two modes.
+            # The recorder and the simulated host memory are two modes.
             (attention, "RECORDING_MODES", 2),
         ]
         stack.enter_context(replace_attributes(patches))
@@ -297,7 +297,7 @@ def engine_of_rank(recorder: RankRecorder) -> Iterator[None]:
         (DeepSpeedZeroOptimizer, "setup_buckets"),
         (DeepSpeedZeroOptimizer_Stage3, "__init__"),
     ):
-        if hasattr(stage, makes):  # DeepSpeed 0.18 creates the second stage's elsewhere
+        if hasattr(stage, makes):  # DeepSpeed 0.18 creates the buffers of stage 2 elsewhere
             replaced.append((stage, makes, _and_claim_buckets(getattr(stage, makes), recorder)))
     with replace_attributes(replaced):
         yield
@@ -311,7 +311,7 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
     def wait_and_claim(handle: Any, *arguments: Any, **keywords: Any) -> None:
         wait(handle, *arguments, **keywords)
-        # A handle of one weight has it in a private attribute, whose name Python mangles.
+        # The handle of a single weight is in a private attribute, whose name Python mangles.
         private = f"_{kind.__name__}__param"
         for weight in handle.params if hasattr(handle, "params") else [getattr(handle, private)]:
             recorder.memory.claim(weight.data, Kind.GATHERED, instead_of=Kind.COMMUNICATION)
@@ -320,14 +320,14 @@ def _and_claim(kind: Any, recorder: RankRecorder) -> Callable[..., None]:
 
 
 def _and_claim_buckets(method: Callable[..., None], recorder: RankRecorder) -> Callable[..., None]:
-    """Return a replacement of a method of DeepSpeed's stage that also labels the buckets of averaged
-    gradients in the recording.
+    """Return a replacement of a method of a ZeRO stage that also labels the buckets of averaged gradients in
+    the recording.
     """
 
     def run_and_claim(stage: Any, *arguments: Any, **keywords: Any) -> None:
         method(stage, *arguments, **keywords)
         for bucket in stage.ipg_buckets.values():
-            # The second stage has a list of buffers, the third a single one.
+            # ZeRO stage 2 has a list of buffers, stage 3 a single one.
             for buffer in bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]:
                 recorder.claim(buffer, Kind.COMMUNICATION)
         if (gradients := getattr(stage, "grad_partitions_flat_buffer", None)) is not None:

@@ -26,7 +26,7 @@ from snugfit.step.host_link import MetaLink
 aten = torch.ops.aten
 
 NOT_HANDED_OUT = 0x4000
-"""Flag `MAP_NORESERVE` of Linux, which the module `mmap` does not have."""
+"""Linux's flag `MAP_NORESERVE`, which the module `mmap` lacks. It maps host memory without reserving it."""
 
 FACTORIES = frozenset(
     {
@@ -42,16 +42,18 @@ FACTORIES = frozenset(
         aten.ones_like.default,
     }
 )
-"""Names of operators that create tensors without reading an operand."""
+"""Operators that create tensors without reading an operand."""
 
 QUESTIONS = frozenset({aten.is_pinned.default})
-"""Names of operators that read no data."""
+"""Operators that read no data of their operands."""
 
 OVERWRITING = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
-"""Names of operators that overwrite an operand without reading it."""
+"""Operators that overwrite an operand without reading it."""
 
 LEAST = 1 << 10
-"""Size in bytes from which a host tensor uses untouched pages; a smaller one may contain real numbers."""
+"""Size in bytes from which a host tensor is mapped without physical memory. A smaller one may contain real
+numbers.
+"""
 
 
 class HostTensors(TorchDispatchMode):
@@ -65,11 +67,11 @@ class HostTensors(TorchDispatchMode):
         self._convert = convert
         self._storages: set[int] = set()
         self.nbytes = self.most = 0
-        """Bytes on the host now, and at the peak."""
+        """Bytes of tensors in host memory, now and at the peak."""
         self.pinned = 0
-        """Page-locked bytes on the host."""
-        self._lent: dict[int, int] = {}  # page-locked bytes by the address of a storage
-        self._unused: Counter[int] = Counter()  # free page-locked blocks, by their bytes
+        """Bytes of page-locked host memory."""
+        self._lent: dict[int, int] = {}  # page-locked bytes in use, by the address of a storage
+        self._unused: Counter[int] = Counter()  # number of free page-locked blocks, by their size in bytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,10 +95,10 @@ class HostTensors(TorchDispatchMode):
             MetaLink.observer.stage_out(source.nbytes)
             return to
         if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
-            # The output's shape is computed unrecorded.
+            # The output's shape is computed without recording an operator.
             with _disable_current_modes():
                 shaped = torch.empty_like(args[0], dtype=kwargs.get("dtype") or args[0].dtype)
-            # A small copy may contain numbers that later code reads.
+            # A small tensor may contain numbers that later code reads.
             if shaped.nbytes < LEAST:
                 return NotImplemented
             MetaLink.observer.stage_out(args[0].nbytes)
@@ -116,7 +118,7 @@ class HostTensors(TorchDispatchMode):
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """Return a new host tensor of this shape and dtype in untouched memory, and count its bytes."""
         nbytes = like.untyped_storage().nbytes()
-        # The system refuses an empty map.
+        # The system refuses a map without any bytes.
         memory = mmap.mmap(
             -1, max(nbytes, like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NOT_HANDED_OUT
         )
@@ -145,7 +147,7 @@ class HostTensors(TorchDispatchMode):
         taken = 1 << max(0, storage.nbytes() - 1).bit_length()
         self._lent[storage._cdata] = taken
         if self._unused[taken]:
-            # All bytes of the reused block are counted already.
+            # The bytes of the reused block are counted already.
             self._unused[taken] -= 1
             self.nbytes -= storage.nbytes()
         else:
@@ -163,7 +165,7 @@ class HostTensors(TorchDispatchMode):
     def _give_back(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
         if taken := self._lent.pop(key, 0):
-            # torch keeps page-locked blocks, so their bytes stay counted.
+            # torch keeps freed page-locked blocks, so their bytes stay counted.
             self._unused[taken] += 1
         else:
             self.nbytes -= nbytes
@@ -186,7 +188,7 @@ class HostTensors(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch computes shapes here; these operators do not run.
+        # torch only computes shapes here, and the operators do not run.
         if asks_for_shapes():
             return func(*args, **kwargs)
         if func in FACTORIES:
@@ -220,11 +222,11 @@ class HostTensors(TorchDispatchMode):
             sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
         )
         if func._schema.is_mutable:
-            # The sum above counts one pass over the operand, and to modify it takes a read and a write.
+            # The sum above counts one pass over the operand. Modifying it takes a read and a write.
             if func not in OVERWRITING and isinstance(args[0], torch.Tensor):
                 MetaLink.observer.work_on_host(args[0].nbytes)
             return args[0] if func._schema.returns else None
-        # On `meta`, a device in the arguments would be the host again.
+        # With `meta` tensors, a device in the arguments would be the host again.
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         with _disable_current_modes():
             out = func(*_on_meta(args), **_on_meta(kwargs))

@@ -35,7 +35,7 @@ class HostShards(HostTensors):
         """Return a page-locked host tensor for a copy of this device tensor, and record the copy."""
         MetaLink.observer.stage_out(like.nbytes)
         with _disable_current_modes():
-            # `take` counts a whole storage, so the copy of a view needs one of its own size.
+            # `take` counts a whole storage, so the copy of a view gets a storage of its own size.
             alone = torch.empty(like.shape, dtype=like.dtype, device="meta")
         tensor = self.take(alone)
         self.lend(tensor)
@@ -79,7 +79,7 @@ def _keep_on_host(parameter: Any, host: HostShards) -> None:
     shard = parameter._sharded_param_data
     parameter._sharded_param_data = host.keep(shard)
     dim = parameter.fsdp_placement.dim
-    # As in FSDP2, the parameter is the part of the padded shard without padding.
+    # As in FSDP2, the parameter is the padded shard without its padding.
     padded = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
     own = padded.narrow(dim, 0, before._local_tensor.size(dim))
     parameter.sharded_param = torch.nn.Parameter(

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 Patch = tuple[Any, str, Any]
-"""The type of a patch: an owner, the name of its attribute, and the attribute's replacement."""
+"""The type of a patch: an object, the name of its attribute, and the attribute's replacement."""
 
 
 @contextlib.contextmanager

@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 REDISTRIBUTION = 5
-"""Number of operators on sharded tensors whose host time equals one redistribution. A redistribution runs
-some 400 Python functions (torch 2.13, on a CPU)."""
+"""Host time of one redistribution of a sharded tensor, in units of one operator on such tensors. A
+redistribution runs some 400 Python functions (torch 2.13, on a CPU).
+"""
 
 _resize = torch.UntypedStorage.resize_
 _data_ptr = torch.Tensor.data_ptr
@@ -81,12 +82,12 @@ class RankRecorder(Recorder):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.order = StreamOrder(self.memory.use_stream)
-        """The current stream, and the waits between kernels of different streams."""
+        """Current stream, and the order in which kernels of different streams wait for each other."""
         self.memory.moment_of = self.order.moment
         self.shards: HostShards | None = None
-        """The host's memory if it contains the shards."""
+        """Simulated host memory of the shards; None if they are on the GPU."""
         self.keeps_exchanged = isinstance(self.policy, CudaPolicy)
-        """True if tensors of asynchronous collectives are kept alive until the next one begins.
+        """True if tensors of asynchronous collectives stay alive until the next collective begins.
 
         This is NCCL's stash, which replaces `record_stream` (`ProcessGroupNCCL.cpp`). Exchanges that begin
         together then have one handle.
@@ -94,26 +95,26 @@ class RankRecorder(Recorder):
         self.experts = 1
         """Number of ranks over which the experts of a layer are sharded.
 
-        Each rank has all rows of tokens, and its products skip those of other ranks' experts. The rest is
-        assumed to be an even part.
+        Each rank has the rows of all tokens, but its matrix products skip those for experts of other ranks.
+        The remaining rows are assumed to be an even part.
         """
         self.in_stages = False
-        """True if the rank has pipeline stages, whose passes the trace marks."""
+        """True if the rank runs pipeline stages. The trace then marks the start of each pass."""
         self.averages_over: Any = None
-        """The process group over which DDP averages."""
-        self._passes: list[int] = []  # in the last step: index of the kernel at which each begins
-        self._of_group: dict[str, int] = {}  # NCCL's own stream of a process group
-        self._unawaited: Moment = frozenset()  # collectives without a wait so far
-        self._further_groups: set[str] = set()  # besides that of all ranks
-        self._kept: list[torch.Tensor] = []  # buckets referenced by NCCL
-        self._first_to_come = True  # for the first bucket of a backward pass
+        """Process group in which DDP averages gradients."""
+        self._passes: list[int] = []  # index of the kernel at which each pass of the last step begins
+        self._of_group: dict[str, int] = {}  # number of NCCL's own stream, by process group
+        self._unawaited: Moment = frozenset()  # last kernels of collectives that no stream waits for yet
+        self._further_groups: set[str] = set()  # process groups in addition to that of all ranks
+        self._kept: list[torch.Tensor] = []  # gradient buckets that NCCL still references
+        self._first_to_come = True  # True before the first bucket of a backward pass
         self._carried: dict[int, Any] = {}  # operands of unfinished exchanges, by the result's storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # DTensor computes shapes with operators on fake tensors, which a device never runs.
+        # DTensor computes shapes with operators on fake tensors, which do not run on the device.
         if asks_for_shapes() or (self._phase == "build" and func.is_view and self._is_on_host(args[0])):
             return func(*args, **kwargs)
         if collectives.is_wrapping(func):
@@ -121,10 +122,10 @@ class RankRecorder(Recorder):
         if collectives.is_collective(func) and DTensor not in types:
             return self._exchange(func, args, kwargs)
         if self.shards is not None and DTensor not in types:
-            # Operators on the host's shards are no kernels.
+            # Operators on shards in host memory are not kernels.
             if self.shards.works_here(func, args, kwargs):
                 return func(*args, **kwargs)
-            if self._phase == "backward" and _copies_out(func, args, kwargs):  # a shard's gradient
+            if self._phase == "backward" and _copies_out(func, args, kwargs):  # gradient of a shard
                 return self.shards.keep(args[0])
         if DTensor in types:
             self._count_parts(args, kwargs)
@@ -140,7 +141,7 @@ class RankRecorder(Recorder):
         """Label this tensor's bytes (weights, gradients, ...) in the recording; for a sharded tensor, those
         of the local shard.
         """
-        if kind is Kind.WEIGHTS and self._phase != "build":  # a shard copied from the host
+        if kind is Kind.WEIGHTS and self._phase != "build":  # a shard is copied from the host
             kind = Kind.GATHERED
         super().claim(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind, module)
 
@@ -152,7 +153,7 @@ class RankRecorder(Recorder):
         if name == "backward":
             self._first_to_come = True
         elif self._phase == "backward":
-            # The optimizer waits for all gradients that are averaged.
+            # The optimizer waits until all gradients are averaged.
             self.order.wait(DEFAULT_STREAM, self.take_unawaited())
             self._carried.clear()
         if self.in_stages and name in ("forward", "backward") and self._step == self.steps - 1:
@@ -176,7 +177,7 @@ class RankRecorder(Recorder):
         or another collective runs in parallel to the computation. `_release_first_buckets` gives the
         reason; two H200s showed it without other collectives.
         """
-        # NCCL drops the previous pass's buckets when this one's first is averaged.
+        # NCCL drops the buckets of the previous pass when the first one of this pass is averaged.
         if self._first_to_come:
             self._kept.clear()
             self._first_to_come = False
@@ -229,7 +230,7 @@ class RankRecorder(Recorder):
         wait."""
         recording = super().recording(attention)
         awaited = dict(self.memory.awaited)
-        # Positions of launches are needed only if a block waits.
+        # Launch positions are needed only if the reuse of a block must wait.
         launched = [mark.event for mark in recording.marks if awaited and mark.kind is MarkKind.KERNEL]
         trace = replace(
             recording.trace,
@@ -259,7 +260,7 @@ class RankRecorder(Recorder):
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
-        copied = kernel in (ALL_REDUCE, BROADCAST)  # its operand is copied, so nothing is kept alive
+        copied = kernel in (ALL_REDUCE, BROADCAST)  # NCCL copies the operand
         if collectives.is_functional(func) and isinstance(out, torch.Tensor) and not copied:
             self._carried[out.untyped_storage()._cdata] = args[0]
         for tensor in collectives.tensors_carried(func, out, args):
@@ -276,7 +277,7 @@ class RankRecorder(Recorder):
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and kernel == ALL_REDUCE and self._phase != "backward":
             # In a backward pass, such collectives (DDP finds unused weights with them) do not wait for the
-            # buckets. After broadcasts, with which DDP begins a step, NCCL's thread still referenced all
+            # buckets. After the broadcasts at the start of DDP's step, NCCL's thread still referenced all
             # buckets.
             self._kept.clear()
         self._add_exchange(kernel, nbytes, group, own_stream=own_stream)
@@ -291,9 +292,9 @@ class RankRecorder(Recorder):
         before = self.order.current
         if own_stream:
             name = group.group_name
-            # Negative numbers differ from those of streams that other code makes.
+            # Negative numbers differ from those of streams that other code creates.
             stream = self._of_group.setdefault(name, len(self._of_group) - (1 << 10))
-            # The exchange starts after the kernels that make its tensors.
+            # The exchange starts after the kernels that compute its tensors.
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # allocations still use the memory of the current stream
         self._add_kernel(
@@ -311,7 +312,7 @@ class RankRecorder(Recorder):
         operator: str,
         cost: KernelCost | None,
     ) -> None:
-        # Only this rank's experts are computed.
+        # Only the products of this rank's experts are counted.
         if cost is not None and func is torch.ops.aten._grouped_mm.default:
             cost = cost._replace(flops=cost.flops // self.experts)
         super()._run(func, args, kwargs, operator, cost)
@@ -324,7 +325,7 @@ class _Unlogged:
     """Replacement of DDP's logger of times, which would only warn that a simulated device has no clock."""
 
     def __init__(self, log: Any) -> None:
-        self._log = log  # the reducer has a weak reference to it
+        self._log = log  # DDP's reducer only has a weak reference to it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
@@ -354,7 +355,7 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
     def resize(storage: Any, nbytes: int) -> Any:
         before = storage.nbytes()
         out = _resize(storage, nbytes)
-        # FSDP2 frees and reallocates the bytes of a storage that stays the same object.
+        # FSDP2 frees and reallocates the memory of a storage, whose object stays the same.
         if storage.device.type == "meta" and before != nbytes:
             recorder.memory.resize(storage, nbytes)
         return out
@@ -407,7 +408,7 @@ def averaged_buckets(recorder: RankRecorder) -> Patch:
         recorder.averages_over = self.process_group
         self.logger = _Unlogged(self.logger)
 
-    average.__annotations__.update(  # torch compares them, and requires the classes themselves
+    average.__annotations__.update(  # torch compares these annotations, and requires the classes themselves
         bucket=vars(dist)["GradBucket"], **{"return": torch.futures.Future[torch.Tensor]}
     )
 
@@ -433,7 +434,7 @@ def process_group(rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("a process group is there already")
-    # torch registers its fake backend for devices other than `meta`.
+    # torch registers its fake backend for all devices except `meta`.
     if not hasattr(dist.Backend, "FAKE") or "meta" not in dist.Backend.backend_capability.get("fake", ()):
         dist.Backend.register_backend(
             "fake", fake_pg._create_fake_pg, extended_api=True, devices=["cpu", "cuda", "meta"]
@@ -503,7 +504,7 @@ def while_spreading(recorder: RankRecorder) -> list[Patch]:
     import torch.distributed.fsdp._fully_shard._fsdp_init as first
     import torch.distributed.fsdp._fully_shard._fully_shard as second
 
-    # A model on the host and on the device is on `meta` both times, where FSDP2 would move nothing.
+    # A model on the host and one on the device are both on `meta`, so that FSDP2 would move nothing.
     moving = functools.partial(_move, recorder)
     instead = {
         "_move_states_to_device": moving,
@@ -513,7 +514,7 @@ def while_spreading(recorder: RankRecorder) -> list[Patch]:
     }
     replaced = [
         (module, name, function)
-        for module in (first, second)  # the module depends on torch's version
+        for module in (first, second)  # the module that has the function depends on torch's version
         for name, function in instead.items()
         if hasattr(module, name)
     ]
@@ -538,7 +539,7 @@ def one_search_for_strides() -> list[Patch]:
 
     def propagate(strategy: Any, schema: Any) -> None:
         nonlocal last, is_strided
-        # The reference keeps the schema alive, so another one is never the same object.
+        # The reference keeps the schema alive, so no other schema gets the same identity.
         if schema is not last:
             placements = (one for spec in schema.args_spec for one in spec.placements)
             last, is_strided = schema, any(isinstance(one, _StridedShard) for one in placements)
@@ -551,7 +552,7 @@ def one_search_for_strides() -> list[Patch]:
 def _move(recorder: RankRecorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
     """Allocate each tensor that is still on the host on the simulated device, as `model.to(device)` would."""
     for tensor in (*parameters, *buffers):
-        held = getattr(tensor, "_local_tensor", tensor)  # for a sharded matrix, this rank's part
+        held = getattr(tensor, "_local_tensor", tensor)  # this rank's shard of a sharded matrix
         if not recorder.memory.has_seen(held):
             tensor.data = torch.empty_like(tensor, device=device)
 
@@ -572,7 +573,7 @@ VOTES = ("_warmup_forward_vote", "_warmup_backward_result")
 
 
 class _Handle:
-    """Simulated handle of a collective, which keeps its tensors alive."""
+    """Simulated handle of a collective, which keeps the collective's tensors alive."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors
@@ -594,19 +595,19 @@ def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
     from torch.distributed.pipelining import PipelineStage
 
     def agree(*asked: Any, **more: Any) -> torch.Tensor:
-        # Since torch 2.13, stages agree by two methods that shapes are known; here they always agree.
+        # Since torch 2.13, stages exchange two messages on known shapes. In a simulation they always agree.
         return torch.ones(1, dtype=torch.int32, device="cpu")
 
     plain, together = exchanges.isend, exchanges.batch_isend_irecv
 
     def isend(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _Handle:
         plain(tensor, *arguments, **keywords)
-        # A sent tensor lives as long as its handle, gloo's or NCCL's of one exchange (`WorkNCCL::outputs_`).
+        # A sent tensor is kept alive by its handle, gloo's or NCCL's of one exchange (`WorkNCCL::outputs_`).
         return _Handle(tensor)
 
     def batch_isend_irecv(operations: list[Any]) -> list[_Handle]:
         together(operations)
-        # NCCL's handle of several exchanges has no tensors (`endCoalescing`), in torch before 2.13.
+        # Before torch 2.13, NCCL's handle of several exchanges keeps no tensors alive (`endCoalescing`).
         return [_Handle()]
 
     instead: list[tuple[str, Any]] = [("isend", isend)]

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from snugfit.rehearsal.trace.trace import DEFAULT_STREAM
 
 Moment = frozenset[int]
-"""Position in a stream: indices of its last kernel, and of those for which its next kernel waits."""
+"""Position in a stream: indices of its last kernel, and of kernels of other streams for which its next one
+waits.
+"""
 
 
 class StreamOrder:
@@ -25,11 +27,11 @@ class StreamOrder:
         self.current = DEFAULT_STREAM
         """Number of the current stream."""
         self._made = DEFAULT_STREAM
-        self._last: dict[int, int] = {}  # last kernel of each stream
+        self._last: dict[int, int] = {}  # index of each stream's last kernel
         self._awaited: defaultdict[int, set[int]] = defaultdict(set)  # kernels for which its next one waits
 
     def make(self) -> int:
-        """Return the number of a newly created stream."""
+        """Return the index of a newly created stream."""
         self._made += 1
         return self._made
 
@@ -40,7 +42,7 @@ class StreamOrder:
 
     def moment(self, stream: int) -> Moment:
         """Return the current position of a stream: the kernels that must end before it continues."""
-        # Only kernels of the recorded step have numbers, so an event of an earlier step has none.
+        # Only kernels of the recorded step have indices, so an event of an earlier step has none.
         last = {self._last[stream]} if stream in self._last else set()
         return frozenset(last | self._awaited[stream])
 

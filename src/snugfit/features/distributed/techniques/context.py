@@ -29,18 +29,19 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Rotary positions with angles that depend on a token's own position alone. Others (`dynamic`, `longrope`)
-read the largest position of a batch, which differs between pieces.
+"""Types of rotary positions whose angles depend only on a token's own position. Others (`dynamic`,
+`longrope`) read the largest position of a batch, which differs between parts of a sequence.
 """
 
 HALVES = ("bfloat16", "float16")
 
 ALIGNED = 32
 """Alignment, in tokens, of efficient attention's statistics (`kAlignLSE`). It is the only attention kernel
-for 32 bits, and results of other lengths cannot be merged."""
+for fp32. Parts whose length is no multiple of this cannot be merged.
+"""
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""Names of config keys for the dropout of attention."""
+"""Config keys for the dropout probability of attention."""
 
 
 HOW_MEASURED = (
@@ -66,7 +67,7 @@ class ContextParallel(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `parallel` field to cut sequences, and its attention to ring attention."""
-        # Another attention stays, so that `objections` can refuse it.
+        # Any other attention function is kept, so that `objections` can refuse it.
         attention = RING if setup.attention == "sdpa" else setup.attention
         return several_gpus.along(setup, context=self.n).with_fields(attention=attention)
 
@@ -92,7 +93,7 @@ class ContextParallel(Technique):
                 f"support masks. Fill "
                 "sequences (--padding 0; pack: true when training)."
             )
-        # Gathered weights are cast first, then autocast decides, then the weights' own dtype.
+        # The dtype is that of gathered weights if they are cast, then autocast's, then that of the weights.
         yield from self._of_lengths(job, wish.dtype or setup.product_dtype(job))
         if job.model.module is None:
             yield from _of_model(job)
@@ -119,7 +120,7 @@ class ContextParallel(Technique):
         supports in any dtype.
         """
         if job.model.module is None and not job.padding and not any(_of_model(job)):
-            # Pieces must suit attention in 32 bits, because plans may choose it.
+            # Parts of sequences must suit attention in fp32, because plans may choose it.
             yield from (cls(n=n) for n in (2, 4, 8) if job.sequence_length % (2 * n * ALIGNED) == 0)
 
     @classmethod
@@ -159,9 +160,7 @@ def _of_model(job: Job) -> Iterator[str]:
 
 
 def _types_of(rope: dict[str, Any]) -> set[str]:
-    """Return the types of rotary position embeddings in a config: one, or several if types of
-    layers differ.
-    """
+    """Return the types of rotary position embeddings in a config: one, or several if layers differ."""
     return {one.get("rope_type", "") for one in rope.values() if isinstance(one, dict)}
 
 

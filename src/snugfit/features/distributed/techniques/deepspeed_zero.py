@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 READ = "overlap_comm is off on one GPU"
-"""Note on the settings of a DeepSpeed configuration that no recipe has."""
+"""Note about `overlap_comm`, a DeepSpeed setting that recipes do not contain."""
 
 ADAMW = "torch.optim:AdamW"
-"""Import path of the optimizer that accelerate replaces by DeepSpeed's for states on the host."""
+"""Import path of the optimizer that accelerate replaces by DeepSpeed's if optimizer states are on the host.
+"""
 
 LARGEST_BUCKET = 10**11
-"""Largest number of elements in a bucket, which no GPU has memory for (chosen)."""
+"""Largest accepted number of elements in a bucket (chosen). No GPU has memory for more."""
 
 NEEDS = ("deepspeed>=0.18",)
 
 TRAINED = "deepspeed>=0.19.8"
-"""DeepSpeed's version with which snugfit trains. Checkpoints use its partitions, and an update first checks
-that gradients are finite."""
+"""Version of DeepSpeed with which snugfit can train. Checkpoints use its partitions, and an update first
+checks that gradients are finite.
+"""
 
 UNCERTAIN = (
     "DeepSpeed's own code was simulated. Four steps of zero2 and two of zero3 were measured, on H200s "
@@ -52,11 +54,11 @@ TREE = (
     "begin with zero2, which puts optimizer states, gradients and the update on the host. zero3 puts "
     "the weights there too, and is slower still"
 )
-"""Source: the decision tree of Hugging Face's guide, for one GPU."""
+"""Advice on the choice of a ZeRO stage. Source: the decision tree of Hugging Face's guide, for one GPU."""
 
 
 AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""Bucket sizes as `auto`, which the Trainer computes from the model's width."""
+"""Keys of DeepSpeed's bucket sizes that the Trainer computes from the model's width if they are `auto`."""
 
 FROM_ARGUMENTS = (
     "train_batch_size",
@@ -77,7 +79,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
     """
     section: dict[str, Any] = {
         "stage": wish.stage,
-        # On one GPU there is no exchange to overlap.
+        # One GPU has no exchange to overlap.
         "overlap_comm": wish.ranks > 1,
         "contiguous_gradients": True,
         **{name: size for name, size in sizes.items() if wish.stage == 3 or not name.startswith("stage3_")},
@@ -88,7 +90,7 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
             section[name] = {"device": where, "pin_memory": True}
         if where == "nvme":
             section[name]["nvme_path"] = folder
-            section["stage3_max_reuse_distance"] = 0  # weights that stay would keep their few buffers
+            section["stage3_max_reuse_distance"] = 0  # weights that stay would keep their buffers
     return section
 
 
@@ -97,7 +99,7 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
     `TrainingArguments(deepspeed=...)`, and notes for a user's DeepSpeed configuration.
     """
     named = []
-    # Only the third stage can put anything on a disk.
+    # Only ZeRO stage 3 can offload to a disk.
     for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
         wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
         written: dict[str, Any] = {
@@ -138,7 +140,7 @@ def refuse_training(wish: ShardingWish) -> None:
             "script."
         )
     installed = version_of("deepspeed")
-    # A pre-release of a newer version trains too.
+    # A pre-release of a newer version is accepted too.
     if installed and not Requirement(TRAINED).specifier.contains(installed, prereleases=True):
         raise UsageError(
             f"snugfit train needs {TRAINED} for zero{wish.stage}, but {installed} is installed. Try: pip "

@@ -31,7 +31,9 @@ SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B",
     "zero_bubble": "InterleavedZeroBubble",
 }  # fmt: skip
-"""torch's names of the schedules (`torch.distributed.pipelining.schedules.get_schedule_class`)."""
+"""torch's names of the pipeline schedules, by their names in recipes
+(`torch.distributed.pipelining.schedules.get_schedule_class`).
+"""
 
 HOW_MEASURED = (
     "Eleven pipelines were measured, on two H100s and on two and four H200s. Requested bytes were "
@@ -100,7 +102,7 @@ class Pipeline(Technique):
                 "stages are not simulated together with sequences or experts that GPUs share. Leave "
                 "one of them out."
             )
-        # torch's `replicate`, for copies of cut matrices, is FSDP2's code too.
+        # torch's `replicate`, for copies of split matrices, is part of FSDP2.
         by_fsdp = wish.weights == "sharded" or (wish.copies and wish.tensor > 1)
         if self.schedule == "zero_bubble" and by_fsdp:
             yield (
@@ -109,7 +111,7 @@ class Pipeline(Technique):
                 f"{recipe[Slot.SHARDING]} here. "
                 "Try schedule=interleaved."
             )
-        # With a data axis, its own technique yields these.
+        # With a data axis, the technique of that axis yields these setups.
         if wish.weights == "alone":
             yield from several_gpus.objections(job, recipe, wish)
         yield from self._about_model(job)
@@ -122,7 +124,7 @@ class Pipeline(Technique):
 
     def _about_model(self, job: Job) -> Iterator[str]:
         if job.model.module is not None:
-            return  # which several_gpus.objections refuses
+            return  # several_gpus.objections refuses it
         config = job.config_to_read()
         if job.task != "causal-lm" or getattr(config, "is_encoder_decoder", False):
             yield (
@@ -139,9 +141,9 @@ class Pipeline(Technique):
 
     def _about_recipe(self, recipe: TechniqueBySlot) -> Iterator[str]:
         pieces: int = recipe[Slot.BATCHING].value
-        # GPipe runs with fewer micro-batches than stages too.
+        # GPipe also runs with fewer micro-batches than stages.
         if pieces < self.n and self.schedule != "gpipe":
-            waits = (self.n - 1) / (pieces + self.n - 1)  # Narayanan et al., section 2.2.1
+            waits = (self.n - 1) / (pieces + self.n - 1)  # share of waits: Narayanan et al., 2.2.1
             yield (
                 f"{self.n} stages need at least {self.n} micro-batches, and there are {pieces}: with fewer "
                 f"a GPU waits for others {waits:.0%} of a step. Add micro_batches({2 * self.n})."

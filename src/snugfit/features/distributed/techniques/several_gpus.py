@@ -23,8 +23,8 @@ SHARDS_ON_HOST = (
 )
 
 KNOW_SHARDS = ("torch.optim:AdamW", "torch.optim:SGD")
-"""Optimizers of torch that update shards as they update whole weights (chosen). Others read a weight's shape,
-or their code does not support shards.
+"""Import paths of torch's optimizers that update shards as they update whole weights (chosen). Others read a
+weight's shape, or their code does not support shards.
 """
 
 
@@ -34,8 +34,9 @@ COPIED = (
         arguments={"parallel.by": "ddp", "parallel.bucket_views": Setting("bucket_views")}, used="to read"
     ),
 )
-"""DDP in the Trainer, which uses it by itself in several processes. It searches for parameters without
-gradients in each step unless this argument is False."""
+"""Words of transformers for DDP, which the Trainer uses by itself in several processes. It searches for
+parameters without gradients in each step unless this argument is False.
+"""
 
 
 def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
@@ -68,8 +69,8 @@ def sharded_elsewhere(group: Setting | None = None) -> tuple[Counterpart, ...]:
 
 
 def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
-    """Return the Setup of one of several processes. Sharded weights are cast to autocast's dtype as they are
-    gathered, in place of autocast.
+    """Return the Setup (settings of a training step) of one of several processes. Sharded weights are cast to
+    autocast's dtype when they are gathered, in place of autocast.
     """
     if wish.weights == "copied":
         return setup.with_fields(parallel=wish)

@@ -66,7 +66,7 @@ class Tensor(Technique):
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield settings for groups of GPUs that fit into one host and divide the model's sizes."""
         for n in (2, 4, 8):
-            # A plan may be possible only with experts that are divided whole.
+            # Some models can be split only if each expert stays whole.
             if any(not any(tensor_plans.objections(job, n, experts=spread)) for spread in (False, True)):
                 yield cls(n=n)
 

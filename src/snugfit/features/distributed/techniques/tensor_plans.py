@@ -1,6 +1,4 @@
-"""Checks for tensor parallelism, by transformers' plans: can a model be split, and into this number of
-shards?
-"""
+"""Checks if a model can be split by tensor parallelism into a number of shards, by transformers' plans."""
 
 from __future__ import annotations
 
@@ -14,14 +12,17 @@ KNOWN = (
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
     "embedding_rowwise", "replicated_with_grad_allreduce", "replicate",
 )  # fmt: skip
-"""Words of a plan for which torch has a style of the same meaning
-(`features/distributed/apply/tensor.py`)."""
+"""Styles in transformers' tensor-parallel plans for which torch has one of the same meaning
+(`features/distributed/apply/tensor.py`).
+"""
 
 EXPERT_STYLES = ("grouped_gemm", "moe_tp_experts", "ep_router", "ep_dispatch_experts")
-"""Words of transformers' plans for experts: of 5.17, and, with the last in the place of two, from 5.21 on."""
+"""Styles in transformers' tensor-parallel plans for experts. Version 5.17 has the first three; from 5.21 on,
+the last replaces two of them.
+"""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names of config keys for the number of a layer's experts."""
+"""Config keys for the number of experts in a layer."""
 
 SIZES = {
     "num_attention_heads": "attention heads",
@@ -29,7 +30,7 @@ SIZES = {
     "intermediate_size": "columns of the feed-forward block",
     "vocab_size": "words of the vocabulary",
 }
-"""Names of config keys for sizes that must be divisible by the number of parts."""
+"""Config keys for sizes that must be divisible by the number of ranks, with their names in messages."""
 
 
 def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
@@ -47,7 +48,7 @@ def objections(job: Job, parts: int, *, experts: bool = False) -> Iterator[str]:
         )
         return
     spread = _expert_plan(config)
-    # Experts that are divided whole are not cut by the plan.
+    # The plan does not split experts that stay whole.
     left = {word for rule, word in plan.items() if not (experts and is_of_experts(rule, spread))}
     if strange := sorted(left - {*KNOWN}):
         cure = f"Add expert({parts})" if spread and not experts else "Take fsdp"
@@ -78,7 +79,7 @@ def objections_to_experts(job: Job, parts: int) -> Iterator[str]:
 
 
 def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
-    """Return True if an entry of a tensor-parallel plan is for experts (mixture of experts), or for a part of
+    """Return True if an entry of a tensor-parallel plan is for experts (mixture of experts) or a part of
     one.
     """
     return any(rule == one or rule.startswith(f"{one}.") for one in expert_plan)
@@ -86,7 +87,7 @@ def is_of_experts(rule: str, expert_plan: Iterable[str]) -> bool:
 
 def _expert_plan(config: Any) -> dict[str, str]:
     plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
-    # A plan with words that are not simulated counts as none.
+    # A plan with styles that are not simulated counts as no plan.
     return plan if set(plan.values()) <= {*EXPERT_STYLES} else {}
 
 

@@ -33,13 +33,13 @@ class MadeUpJudge:
 
     states, sample, exchange = 160 * GIB, 6 * GIB, 0.02
     tensor, context, stage = 0.05, 0.05, 0.0
-    """Growth of a sample's seconds by exchanges within a group, for each of its GPUs."""
+    """Relative increase of a sample's seconds by exchanges, for each GPU of a group with the same samples."""
     whole = 0.0
-    """Share of the activations that every GPU of a tensor-parallel group holds."""
+    """Share of the activations that each GPU of a tensor-parallel group holds whole."""
     piece = 0.05
-    """Additional seconds of each micro-batch."""
+    """Additional seconds of a step for each micro-batch."""
     more_in_full = 1.0
-    """Factor between the bytes of the whole model and the estimate from few layers."""
+    """Ratio of the bytes of the whole model to the estimate from few layers."""
     asked: ClassVar[list[tuple[int, str, tuple[str, ...]]]] = []
 
     def __init__(self, job: Job, *kinds: Gpu) -> None:

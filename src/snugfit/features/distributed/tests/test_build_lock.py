@@ -21,7 +21,7 @@ from snugfit.step.applier import engine_context
 from snugfit.techniques.recipe import Recipe
 
 MANY = 4
-"""Number of ranks that start at once."""
+"""Number of processes that start at the same time."""
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -106,7 +106,7 @@ def test_a_lock_whose_holder_may_be_unseen_is_left_and_named(
 ) -> None:
     name, answer, reason = UNSEEN[case]
     monkeypatch.setattr(name, answer)
-    if case == "another container":  # its folder is a volume
+    if case == "another container":  # its folder is a mounted volume
         real = os.stat
         monkeypatch.setattr("os.stat", lambda path, **more: real("/proc" if path == "/" else path, **more))
     told: list[str] = []

@@ -27,7 +27,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
-"""NVML bytes by the count that they are for."""
+"""GPU memory that NCCL takes, in bytes by NVML, by the formula that it is multiplied with."""
 
 LAYERS = 1
 JOB = replace(small_job("llama", LAYERS), batch_size=4, sequence_length=256)
@@ -188,7 +188,7 @@ def test_keys_and_values_go_around() -> None:
     assert all(kernel.stream != 0 and kernel.after for kernel in (*gathered, *sent))
     first = trace.kernels.index(gathered[0])
     assert next(kernel for kernel in trace.kernels if first in kernel.after).stream == 0
-    # key heads are not repeated for the queries' heads before the exchange
+    # key heads are exchanged before they are repeated for the query heads
     heads = JOB.model.config["num_key_value_heads"]
     group = JOB.batch_size * JOB.sequence_length // 4 * heads * 16  # heads of size 16
     assert gathered[0].nbytes == 4 * 2 * 2 * group  # keys and values of 16 bits, from four ranks
@@ -228,7 +228,7 @@ def test_samples_per_second_are_of_all_and_nothing_is_said_to_be_measured() -> N
 def test_nothing_stays_replaced_after_a_step_that_fails() -> None:
     """torch 2.11's own context leaves its attention replaced after an error."""
     plain = torch.nn.functional.scaled_dot_product_attention
-    # pieces of this length are invalid in 32 bits; the check of the recipe is skipped here
+    # parts of this length are invalid in fp32; the check of the recipe is skipped here
     broken = replace(JOB, sequence_length=264)
     setup = on_gpus(Recipe.parse("fp32 + context(4)").setup(), 4)
     with pytest.raises(Exception, match="could not be simulated"):

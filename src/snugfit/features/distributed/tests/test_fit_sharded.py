@@ -73,7 +73,7 @@ def test_two_processes_train_as_one_does(
     norms = [line["grad_norm"] for line in one.state.log_history if "loss" in line]
     assert max(norms) > 0.7, "clipping has an effect"
     both = [result_in(tmp_path / "two", rank) for rank in range(2)]
-    # The gradients of a key's bias are rounding errors, which Adam scales up to full steps.
+    # The gradients of a key's bias are rounding errors, which Adam scales to full updates.
     of_losses, of_weights = (ROUNDS, (5e-2, 1e-2)) if "bf16" in recipe else (SAME, (2e-4, 2e-5))
     for result, weights in both:
         same_losses(losses_of(one), result["losses"], of_losses)
@@ -90,7 +90,7 @@ LAUNCHED = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_MIXED_PRECISION": "no",
 }  # fmt: skip
-"""Environment variables that `accelerate launch` sets for a config file with FSDP2."""
+"""Environment variables that `accelerate launch` sets for a configuration file with FSDP2."""
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"recipe": "fsdp", "fsdp": {}}),
     "fsdp of 4": (4, {"recipe": "fsdp", "micro": (2, 1), "fsdp": {}}),
 }
-"""Ways to train on a global batch of eight: the number of processes, and the arguments of each."""
+"""Trainings on a global batch of eight samples: the number of processes, and their arguments."""
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_exchange_is_what_runs_beside_no_other_kernel() -> None:
         KernelSpan(
             "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.5, 1.5
         ),  # 0.5 alone
-        KernelSpan("nccl:all_gather", 0.5, 1.5),  # torch's annotation is no kernel
+        KernelSpan("nccl:all_gather", 0.5, 1.5),  # torch's annotation is not a kernel
         KernelSpan("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 3.0, 5.0),  # 3.0 to 3.5, 4.5 to 5.0
         KernelSpan("Memcpy DtoD (Device -> Device)", 3.5, 4.2),
         KernelSpan("vectorized_elementwise_kernel", 4.0, 4.5),

@@ -46,17 +46,19 @@ RUNS: dict[str, dict[str, Any]] = {
 MIB = 1 << 20
 NUMBERS = 4
 EXACT = 1e-4
-"""Relative error of requested bytes."""
+"""Allowed relative error of requested bytes."""
 
 AS_RESERVED = {"fsdp_llama1b_keep": 5e-4, "ddp_bert_bf16": 5e-4, "zero1_llama1b": 1e-4}
-"""Relative error of reserved bytes that do not match to the MiB. The allocator chooses equal free blocks by
-address, and the addresses of NCCL's memory among them are unknown. Other orders of addresses give up to 12
-MiB more or less."""
+"""Allowed relative error of reserved bytes, for runs that do not match to the MiB. The allocator chooses
+equal free blocks by address, and the addresses of NCCL's memory among them are unknown. Other orders of
+addresses give up to 12 MiB more or less.
+"""
 RECORDED_IN = "5.17"
 AS_MEASURED = transformers.__version__.startswith(RECORDED_IN)
 LATER = {} if AS_MEASURED else {"fsdp_llama1b_offload": (1e-4, 5e-3), "fsdp_qwen05_acc2": (2e-4, 0.0)}
-"""Relative errors of allocated and reserved bytes under later transformers. There, rotary embeddings free
-their tensors in another order."""
+"""Allowed relative errors of allocated and reserved bytes under later versions of transformers. There, rotary
+embeddings free their tensors in another order.
+"""
 
 
 @cache
@@ -76,7 +78,9 @@ def trace_of(name: str) -> Trace:
 
 
 ONCE = ("ddp_bert_bf16", "ddp_view_gpt2m_fp32", "fsdp_llama1b", "zero1_llama1b")
-"""Runs of `make test`, one per way of sharding. `test_ranks.py` covers shards on the host."""
+"""Runs that `make test` compares, one for each kind of sharding. `test_ranks.py` covers shards on the
+host.
+"""
 
 
 def emptied(trace: Trace) -> Trace:

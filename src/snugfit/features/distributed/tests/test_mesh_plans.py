@@ -39,11 +39,11 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
 JOB = small_job("llama", 12, HEADS, batch_size=16, sequence_length=512)
-"""Up to eight GPUs can share its matrices and its sequences."""
+"""A job whose matrices and sequences up to eight GPUs can share."""
 UNCUT = small_job("llama", 12, {"num_key_value_heads": 1, "vocab_size": 97}, batch_size=16)
-"""Only its layers can be shared, in stages."""
+"""A job that GPUs can only share by pipeline stages, because its sizes cannot be divided."""
 EXPERTS = small_job("mixtral", 12, {**HEADS, "num_local_experts": 4}, batch_size=16)
-"""Each layer has four experts, so groups of up to four GPUs can share it."""
+"""A job with four experts in each layer, which groups of up to four GPUs can share."""
 H200 = find_gpu("h200")
 COUNTS = [1, 2, 4, 8, 16]
 

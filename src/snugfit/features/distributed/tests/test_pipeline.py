@@ -53,17 +53,17 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
-"""NVML bytes by the count that they are for."""
+"""GPU memory that NCCL takes, in bytes by NVML, by the formula that it is multiplied with."""
 
 JOB = small_job("llama", 4, batch_size=16, clip=1.0)
-"""Four layers, one for each of four stages."""
+"""A job with four layers, one for each of four pipeline stages."""
 
 TIED = small_job("llama", 4, {"tie_word_embeddings": True}, batch_size=16, clip=1.0)
-"""The same model with its embedding as its head."""
+"""The same job, with its embedding as its output head."""
 
 DEEP = replace(JOB, model=small_job("llama", 8).model)
 DEEP_TIED = replace(TIED, model=small_job("llama", 8, {"tie_word_embeddings": True}).model)
-"""Eight layers, two stages for each of four ranks."""
+"""A job with eight layers, in two stages on each of four ranks."""
 
 TWO = (
     "pipeline(2) + micro_batches(4)",
@@ -102,7 +102,7 @@ EVERY: staged.Cases = (
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR)),
     *few_of(INTERLEAVED, [INTERLEAVED[0], *INTERLEAVED[3:]]),
 )  # fmt: skip
-"""`make test` runs each schedule with one job on two ranks."""
+"""Cases of schedules. `make test` runs each schedule with one job on two ranks."""
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
@@ -310,7 +310,7 @@ def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_there_are_stages() ->
 def test_layers_are_cut_as_evenly_as_may_be() -> None:
     assert [[*layers_of(stage, 3, 8)] for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     wish = ParallelWish(weights="alone", stages=5, ranks=5, schedule="1F1B")
-    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second is long, the third short
+    assert stages_to_rehearse(wish, 12) == (0, 1, 2, 4)  # the second has more layers, the third fewer
     assert [stand_in(stage, wish, 12) for stage in range(5)] == [0, 1, 2, 2, 4]
     assert rank_of(3, replace(wish, ranks=20)) == 12
 
@@ -425,7 +425,7 @@ def test_a_head_that_is_the_embedding_is_in_two_stages_and_on_the_host_once() ->
     setup = on_gpus(Recipe.parse(TWO[0]).setup(), 2)
     whole = rehearse(TIED, Recipe.parse("plain").setup(), CpuPolicy())
     weights = sum(block.nbytes for block in whole.blocks if block.kind == Kind.WEIGHTS)
-    rotary = 2 * 8 * 4  # bytes of buffers that every stage has
+    rotary = 2 * 8 * 4  # bytes of buffers in every stage
     assert weights_of_stages(TIED, setup.parallel, traces) == weights + rotary
     assert weights_of_stages(JOB, setup.parallel, traces) == weights + rotary + embedding
 

@@ -71,8 +71,9 @@ COVERING = [
     ("mixtral", "bf16 + micro_batches(2) + tensor(2) + expert(2)"),
     ("bert", "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)"),
 ]  # fmt: skip
-"""Each technique of several GPUs in one or two jobs. `test_ranks_elsewhere.py` combines FSDP with
-micro-batches."""
+"""Cases with each technique for several GPUs in one or two jobs. `test_ranks_elsewhere.py` combines FSDP with
+micro-batches.
+"""
 TWO = few_of(TWO, [case for case in TWO if case not in COVERING])
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),

@@ -53,7 +53,7 @@ TWO = {
     ),
 }
 LATER = {"accelerate": [0, 1, 2, 4], "trainer": [1]}
-"""Cases that `make test` omits. The Trainer covers DDP, since it delegates to accelerate."""
+"""Cases that `make test` omits, by training loop. The Trainer covers DDP, because it uses accelerate."""
 TWO = {loop: tuple(few_of(cases, [cases[number] for number in LATER[loop]])) for loop, cases in TWO.items()}
 CASES = [(loop, *one) for loop, cases in TWO.items() for one in cases]
 FOUR = ("llama", "hsdp(2) + bf16")
@@ -165,7 +165,7 @@ def test_a_spread_model_is_built_on_the_host() -> None:
         loop: max(level_while_building(trace_of(loop, 4, "llama", "fsdp")))
         for loop in ("plain", "accelerate")
     }
-    assert building["accelerate"] < 0.7 * building["plain"]  # of two layers
+    assert building["accelerate"] < 0.7 * building["plain"]  # the model has two layers
 
 
 def level_while_building(trace: Trace) -> list[int]:

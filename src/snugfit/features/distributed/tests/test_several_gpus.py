@@ -34,7 +34,7 @@ from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.training.ranks import Ranks
 
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
-"""NVML bytes by the count that they are for."""
+"""GPU memory that NCCL takes, in bytes by NVML, by the formula that it is multiplied with."""
 
 JOB = replace(small_job("llama", 1), batch_size=8, clip=1.0)
 TWO_LAYERS = replace(JOB, model=small_job("llama", 2).model)

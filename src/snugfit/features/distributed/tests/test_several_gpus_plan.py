@@ -38,10 +38,10 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 JOB = replace(small_job("llama", 12), batch_size=8)
 SHALLOW = replace(small_job("llama", 2), batch_size=8)
-"""A job for tests that need no estimate of many layers from few."""
+"""A job of two layers, whose bytes need not be extrapolated from fewer layers."""
 H200 = find_gpu("h200")
 OTHERS = f"sdpa + default + inline + {REST}"
-"""Slots that tests of several GPUs do not search."""
+"""Recipe for the slots that tests of several GPUs do not search."""
 H200_POLICY = policy_for(H200, Software())
 
 

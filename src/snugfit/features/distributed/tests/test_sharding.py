@@ -254,7 +254,7 @@ def test_so_does_one_of_accelerate_and_of_the_trainer(
     recipe: str, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Trainer's AdamW uses foreach on a GPU, and so does this test."""
-    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim has a class of the same name
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
     hold(recipe, "bert", loop)
 

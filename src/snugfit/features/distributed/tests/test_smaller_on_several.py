@@ -39,7 +39,9 @@ JOB = small_job("llama", 12, {"num_attention_heads": 8, "num_key_value_heads": 8
 SEARCHED = frozenset({Slot.CHECKPOINTING, Slot.BATCHING})
 
 FEW = 10
-"""Maximum number of recipes simulated on few layers. Each test's clusters have over 30 recipes."""
+"""Maximum number of recipes that a search may simulate with few layers. Each test's clusters have over 30
+recipes.
+"""
 
 
 @contextmanager

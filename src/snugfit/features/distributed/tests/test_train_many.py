@@ -257,7 +257,7 @@ def is_one_of_two_killed(forks: Forks, folder: Path, how: dict[str, Any], draw: 
 
 
 KILLS = 2
-"""Kills in each storm. `lab/kill_ranks.py` has more."""
+"""Number of times that a run is killed in each test. `lab/kill_ranks.py` kills more often."""
 
 
 STORMS = [("fsdp", 0), ("ddp", 1), ("fsdp", 2), ("ddp", 3), ("zero1", 4), ("zero1", 5)]
@@ -356,7 +356,7 @@ def test_a_part_that_the_system_refuses_ends_in_one_line(
     said = fault_told(tmp_path / "run", 0)
     assert re.search(rf"^LastNotKept: The last checkpoint was not saved: \S*{refused}\. [^\n]*$", said)
     assert all(fault_told(tmp_path / "run", rank).startswith("ToldElsewhere") for rank in range(1, size))
-    if writer:  # the first process cannot write to the journal either
+    if writer:  # the first process cannot write to its journal either
         warned = [event["text"] for event in events(tmp_path / "run", "warning")]
         assert any(re.search(refused, text) for text in warned)
     assert_goes_on_from_three(tmp_path / "run", forks, size, how)

@@ -49,7 +49,7 @@ from tolerance import same_losses, same_parameters
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 LAST = 6
-"""The last step of the small runs."""
+"""Number of the last step in the small runs."""
 
 HOW: dict[str, Any] = {"layers": 1, "lr_scheduler_type": "constant", "save_steps": 2}
 
@@ -204,7 +204,7 @@ def test_it_counts_for_the_same_run_until_there_is_a_checkpoint_of_what_followed
     first = record_of(run, None)
     assert first is not None
     assert (first.recipe, first.step, first.rank, first.exhausted) == (run.recipe, 3, 1, SHORT)
-    end_of_several(run, SHORT, finer, 3, first)  # without a checkpoint
+    end_of_several(run, SHORT, finer, 3, first)  # there is no checkpoint
     second = record_of(run, checkpoint_under("ddp"))
     assert second is not None
     assert (second.recipe, second.recipes) == (finer, ("ddp", "micro_batches(2) + ddp"))

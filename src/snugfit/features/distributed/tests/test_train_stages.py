@@ -25,7 +25,7 @@ INTERLEAVED = "pipeline(2, schedule=interleaved) + micro_batches(2)"
 HOW: dict[str, Any] = {"job": "llama", "layers": 4}
 
 TIED: dict[str, Any] = {**HOW, "facts": {"tie_word_embeddings": True}, "lr_scheduler_type": "constant"}
-"""A model whose head is its embedding."""
+"""Arguments of a run with a model whose embedding is its output head."""
 
 
 @pytest.fixture(scope="module")

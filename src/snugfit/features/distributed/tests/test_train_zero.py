@@ -273,7 +273,7 @@ def test_each_process_writes_some_of_the_weights_whole(tmp_path: Path, forks: Fo
 # ---- ends ------------------------------------------------------------------------------------------------
 
 KILLS = 2
-"""Kills in each storm."""
+"""Number of times that a run is killed in each test."""
 
 
 @pytest.mark.parametrize(

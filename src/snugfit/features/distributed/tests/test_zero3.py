@@ -129,4 +129,4 @@ def test_the_host_pays_for_each_hook_that_a_real_step_calls(
         open_step(this, setup, "plain", torch.device("cpu")).run(3, counter)
     after_the_last_kernel = 2
     assert counter.calls - after_the_last_kernel <= paid <= counter.calls
-    assert paid > 4 * 2 * 18  # four around each module of both layers
+    assert paid > 4 * 2 * 18  # four hooks around each module of both layers

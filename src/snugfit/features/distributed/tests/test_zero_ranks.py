@@ -45,7 +45,7 @@ from tiers import few_of, slow_but
 from zero_ranks_warm import few_weights_live
 
 NCCL = {row["formula"]: row["value"] for row in evidence() if row["quantity"] == "nvml_bytes"}
-"""NVML bytes by the count that they are for."""
+"""GPU memory that NCCL takes, in bytes by NVML, by the formula that it is multiplied with."""
 
 TWO = [
     ("llama", "zero2(offload=none)"),

@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from snugfit.training.ranks import Ranks
 
 VERSION = 2
-"""The supported version of FSDP."""
+"""The supported major version of FSDP."""
 
 TO_SHARD = "TrainingArguments(fsdp=True, fsdp_config={'version': 2, 'reshard_after_forward': True})"
-"""Names of arguments that configure a Trainer for FSDP2."""
+"""`TrainingArguments` that configure a Trainer for FSDP2."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Names in `TrainingArguments` of torch's optimizers that update parts like whole weights (`KNOW_SHARDS`)."""
+"""Optimizer names in `TrainingArguments` that update shards as they update whole weights (`KNOW_SHARDS`)."""
 
 
 class DdpTrainer(TrainerParts):
@@ -91,7 +91,7 @@ class DdpTrainer(TrainerParts):
     def restore(self, state: TrainState, folder: Path) -> None:
         """Restore a run's state from a whole or a sharded checkpoint."""
         super().restore(state, folder)
-        # The restored states may be whole, and each process needs only its parts.
+        # The restored states may be whole, while each process needs only its shards.
         if is_sharded(state):
             keep_parts(state.optimizer)
         if has_shards(folder):
@@ -139,7 +139,7 @@ class ShardedTrainer(DdpTrainer):
                 getattr(trainer.accelerator, "torch_device_mesh", None) is not None
             ),
             "a model that is spread already: call fit before train": (
-                # Only `fit` itself may have spread the model.
+                # Only `fit` itself may have sharded the model.
                 holds_parts(trainer.model) and getattr(trainer, "snugfit", None) is None
             ),
             "adapters": is_adapted(trainer.model),
@@ -205,11 +205,11 @@ class ShardedTrainer(DdpTrainer):
         stopped it, the first process also saves the whole model.
         """
         trainer = self.trainer
-        # A forward pass may have left whole weights in place of the parts.
+        # A forward pass may have left whole weights in place of the shards.
         self.drop_gathered()
         ends = trainer.state.global_step >= trainer.state.max_steps
         ends |= trainer.control.should_training_stop and not is_stopped
-        # One answer for all processes, because the whole model is gathered from all of them.
+        # All processes get the same decision, because gathering the whole model needs each of them.
         is_last = state.ranks.first_answers(lambda: bool(ends))
         taken = shards_of(state, staging, random=random, is_last=is_last)
         taken.files, taken.processing = files, processing
@@ -235,7 +235,7 @@ def refuse_other_sharding(recipe: Recipe, configured: ParallelWish) -> None:
     """Raise `RecipeError` for a recipe that names another sharding than the Trainer's configuration."""
     setup = recipe.setup()
     wish = PARALLEL.of(setup)
-    # The dtype is no part of the Trainer's sharding.
+    # The dtype does not belong to the sharding that the Trainer configures.
     if SHARDING.of(setup) is not None or (wish is not None and replace(wish, dtype=None) != configured):
         raise RecipeError(_disagreement(recipe[Slot.SHARDING], configured, wish))
 

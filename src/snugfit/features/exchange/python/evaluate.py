@@ -36,14 +36,13 @@ from snugfit.features.exchange.python.values import (
 )
 
 MOST_STATEMENTS = 200_000
-"""Largest number of statements of one script that are evaluated. Generated code may call functions without
-end."""
+"""Largest number of evaluated statements of one script. Generated code may call functions without end."""
 
 DEEPEST = 12
-"""Largest depth of nested calls of the script's own functions."""
+"""Largest depth of nested calls of functions that the script defines."""
 
 LARGEST = 10**15
-"""Largest number, and longest text, that arithmetic in a script may produce."""
+"""Largest number, and longest text in characters, that arithmetic in a script may produce."""
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -60,11 +59,12 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 _TEXT_METHODS = ("split", "strip", "lower", "upper", "removeprefix", "removesuffix", "startswith", "endswith")
-"""Methods of texts that are called if the text is known."""
+"""String methods that are evaluated if the string is known."""
 
 USUAL_NAMES = ("model", "trainer", "optimizer", "tokenizer")
-"""Names that are assumed to mean a model, trainer and the like, in an excerpt that does not create them and
-in functions' parameters."""
+"""Variable names that are assumed to mean a model, trainer and the like. This applies to function parameters
+and to script excerpts that do not create the object.
+"""
 
 _OF_GPU = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
 """Functions of torch, unsloth and transformers that return True on a GPU with bfloat16."""
@@ -76,7 +76,7 @@ PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _NAMES_A_MODEL = re.compile(r"model.*(?:name|path|id)|^model$")
 
 CHOSEN = "[if "
-"""Prefix of the names of values that represent only some elements of an object, by a condition."""
+"""Prefix of the name of a value that represents some elements of an object, selected by a condition."""
 
 
 class _Return(Exception):
@@ -85,7 +85,7 @@ class _Return(Exception):
 
 
 class _BlockEnds(Exception):
-    """Exception that ends the evaluation of a block in the user's script."""
+    """Exception that ends the evaluation of a block in the user's script, as by `return` or `break`."""
 
 
 @dataclass
@@ -95,17 +95,18 @@ class Evaluation:
     """
 
     calls: list[ForeignCall] = field(default_factory=list)
-    """Calls of functions of other libraries, and of objects' methods."""
+    """Recorded calls of functions of other libraries, and of methods of objects."""
     assignments: list[Assignment] = field(default_factory=list)
-    """Assignments to attributes and elements of objects."""
+    """Recorded assignments to attributes and elements of objects."""
     globals: Environment = field(default_factory=dict)
-    """Values of the module's names at its end."""
+    """Values of the module's global variables at the end of the script."""
     events: list[ForeignCall | Assignment] = field(default_factory=list)
-    """Calls and assignments in one order."""
+    """Recorded calls and assignments, in the order of their execution."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of options and of environment variables that were used, by `--option` or `$VARIABLE`."""
+    """Used defaults of command-line options and environment variables, by `--option` or `$VARIABLE`."""
     divisions: list[tuple[Member, int]] = field(default_factory=list)
-    """Parts of objects that the script divides by a number."""
+    """Recorded divisions of an object's attribute by a number, such as of a loss by the accumulation steps.
+    """
 
 
 def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
@@ -116,7 +117,7 @@ def evaluate(tree: ast.Module, *, bfloat16: bool | None = None) -> Evaluation:
     evaluator = _Evaluator(bfloat16)
     # Code below `if __name__ == "__main__"` runs too.
     names: Environment = {"__name__": "__main__"}
-    for statement in tree.body:  # a script that ends early is read to its end
+    for statement in tree.body:  # a script that exits early is read to its end
         with contextlib.suppress(_Return):
             evaluator.quiet_block([statement], names)
     evaluator.run_uncalled()
@@ -146,7 +147,7 @@ class _Evaluator:
             if method is not None:
                 method(statement, names)
             else:
-                # Statements without a method of their own may still contain calls to record.
+                # Statements without a handler may still contain calls to record.
                 for child in ast.iter_child_nodes(statement):
                     if isinstance(child, ast.expr):
                         self.value(child, names)
@@ -172,7 +173,7 @@ class _Evaluator:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
         }
         first = [one for one in self.functions if getattr(one.node, "name", "") not in used]
-        # Functions that only call each other are in the second list alone.
+        # Functions that only call each other are only in the second list.
         for function in [*first, *self.functions]:
             if function.node not in self.called:
                 self.call_own(function, (), {})
@@ -199,7 +200,7 @@ class _Evaluator:
         names[node.name] = script_class
         for one in node.body:
             if isinstance(one, ast.FunctionDef):
-                # Libraries call methods, so they run like functions that the script calls nowhere.
+                # Libraries call methods, so methods run like functions that the script never calls.
                 self.functions.append(Function(one, names))
 
     def run_Assign(self, node: ast.Assign, names: Environment) -> None:
@@ -222,7 +223,7 @@ class _Evaluator:
         raise _Return(self.value(node.value, names) if node.value else None)
 
     def run_Raise(self, node: ast.Raise, names: Environment) -> None:
-        if self.unsure:  # elsewhere it rejects options that the command line still sets
+        if self.unsure:  # elsewhere the script rejects options that the command line still sets
             raise _BlockEnds
 
     def run_If(self, node: ast.If, names: Environment) -> None:
@@ -236,7 +237,7 @@ class _Evaluator:
             self.branches({text: node.body, f"not ({text})": node.orelse}, names)
         finally:
             self.unsure -= 1
-        # After a conditional `continue`, the following statements run for some elements only.
+        # After a conditional `continue`, the following statements run only for some elements.
         if any(isinstance(one, ast.Continue | ast.Break) for one in [*node.body, *node.orelse]):
             is_plain = isinstance(node.body[0], ast.Continue) and not node.orelse
             self.tests.append(f"not ({text})" if is_plain else "the rest of the loop")
@@ -255,11 +256,11 @@ class _Evaluator:
                     ends.append(copy)
             except _Return as returned:
                 if is_known(returned.value) or returned.value is None:
-                    continue  # an early return of some case
+                    continue  # one case returns early
                 raise
             finally:
                 del self.tests[around:]
-        # If no branch reaches its end, the names stay those from before.
+        # If no branch reaches its end, variables keep the values from before.
         for end in ends[:1] or [before]:
             names.update(end)
         for name in {name for end in ends[1:] for name in end}:
@@ -270,7 +271,7 @@ class _Evaluator:
                 names[name] = values[0]
 
     def run_For(self, node: ast.For, names: Environment) -> None:
-        # The condition that a `continue` adds ends with the loop.
+        # The condition of a `continue` ends with the loop.
         around = len(self.tests)
         self.loop(node, names)
         del self.tests[around:]
@@ -281,7 +282,7 @@ class _Evaluator:
             item = items[0]
         else:
             item = Member(items, "[]") if not is_known(items) else Unknown(ast.unparse(node.target))
-            # Objects of a list, such as a model's parts, are frozen or cast one by one.
+            # Elements of a list, such as a model's parts, are frozen or cast one by one.
             if isinstance(items, list | tuple) and items and not any(map(is_known, items)):
                 for one in items:
                     self.assign(node.target, one, names, node)
@@ -310,7 +311,7 @@ class _Evaluator:
         if self.quiet_block(node.body, names):
             self.block(node.orelse, names)
         else:
-            # The raised exception is unknown, so every handler runs.
+            # The raised exception is unknown, so every handler is read.
             for handler in node.handlers:
                 self.quiet_block(handler.body, names)
         self.block(node.finalbody, names)
@@ -381,7 +382,7 @@ class _Evaluator:
         if isinstance(of, Record):
             kind = Option if of.of_options else Unknown
             value = of.attributes.get(node.attr, kind(ast.unparse(node)))
-            # A run gives the name of its model, so None is no default.
+            # The user names the model of a run, so the default None is not used.
             if value is None and of.of_options and _NAMES_A_MODEL.search(node.attr):
                 value = Option(ast.unparse(node))
             if of.of_options and is_known(value):
@@ -428,7 +429,7 @@ class _Evaluator:
 
     def value_of_BinOp(self, node: ast.BinOp, names: Environment) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
-        # A loss divided by a number shows accumulation (`_of_loop`), and is still the loss.
+        # A loss that is divided by a number shows gradient accumulation (`_of_loop`). It is still the loss.
         if isinstance(node.op, ast.Div) and isinstance(left, Member) and type(right) is int:
             self.done.divisions.append((left, right))
             return left
@@ -453,13 +454,14 @@ class _Evaluator:
 
     def value_of_Compare(self, node: ast.Compare, names: Environment) -> Any:
         left, values = self.value(node.left, names), [self.value(one, names) for one in node.comparators]
-        # Scripts compare with 8.0, the first capability with bfloat16, to choose a precision.
+        # Scripts choose a precision by comparing the GPU's compute capability with 8.0, the first with
+        # bfloat16.
         if _is_capability(left) and len(values) == 1 and values[0] in (8, (8, 0)):
             above = isinstance(node.ops[0], ast.GtE)
             return self.of_gpu(node, above) if isinstance(node.ops[0], ast.GtE | ast.Lt) else Unknown("")
         if len(values) > 1:
             return Unknown(ast.unparse(node))
-        # Dotted names such as `torch.float16` are constants, so their equality is known.
+        # Dotted names such as `torch.float16` are constants, so they can be compared.
         if (
             isinstance(left, Name)
             and isinstance(values[0], Name)
@@ -481,7 +483,7 @@ class _Evaluator:
         of, key = self.value(node.value, names), self.value(node.slice, names)
         if isinstance(of, dict | list | tuple | str):
             try:
-                # `value_of_Dict` stores every key as text.
+                # `value_of_Dict` stores all keys as strings.
                 return of[str(key) if isinstance(of, dict) else key]  # type: ignore[index]
             except (KeyError, IndexError, TypeError):
                 return Unknown(ast.unparse(node))
@@ -570,8 +572,8 @@ class _Evaluator:
     def known_value(
         self, node: ast.Call, function: Any, positional: list[Any], named: Mapping[str, Any]
     ) -> Any:
-        """Return the value of a call in the user's script if it follows from the arguments, else
-        `_NOT_KNOWN`.
+        """Return the value of a call in the user's script if it follows from the arguments; otherwise the
+        constant `_NOT_KNOWN`.
         """
         value: Any = _NOT_KNOWN
         if isinstance(function, Member):
@@ -579,7 +581,7 @@ class _Evaluator:
         elif not isinstance(function, Name):
             pass
         elif function.dotted in ("os.environ.get", "os.getenv"):
-            # The environment of the run is not known, so the script's default is used.
+            # The environment variables of the run are unknown, so the script's default is used.
             value = [*positional[1:], *named.values(), Unknown(ast.unparse(node))][0]
             if is_known(value) and positional:
                 self.done.defaults[f"${positional[0]}"] = value
@@ -588,10 +590,10 @@ class _Evaluator:
         elif function.last in _OF_GPU:
             value = self.of_gpu(node, True)
         elif function.dotted == "torch.cuda.is_available":
-            # Predictions are for a GPU.
+            # Predictions assume a GPU.
             value = True
         elif function.last in ("ArgumentParser", *PARSERS):
-            # Recorded too, because `_main_call` searches the calls for parsers.
+            # The call is recorded too, because `_main_call` searches recorded calls for parsers.
             self.done.calls.append(
                 ForeignCall(function, tuple(positional), named, node.lineno, first_line(node))
             )
@@ -647,7 +649,7 @@ class _Evaluator:
             if of.kinds:
                 return tuple(map(self.parse_kind, of.kinds))
             parsed = Record(dict(of.defaults), of_options=True)
-            # With defaults alone there are no unknown arguments, the second value of `parse_known_args`.
+            # With defaults alone there are no unknown arguments, the second result of `parse_known_args`.
             return (parsed, []) if name == "parse_known_args" else parsed
         if name == "add_argument":
             flags = [one for one in positional if isinstance(one, str)]
@@ -664,8 +666,8 @@ class _Evaluator:
         return of if name.startswith("add_") else Unknown(ast.unparse(node))
 
     def parse_kind(self, kind: Any) -> Any:
-        """Return the instance of a dataclass that `HfArgumentParser` fills from the command line, with its
-        defaults.
+        """Return the instance of a dataclass that `HfArgumentParser` fills from the command line, with the
+        dataclass's defaults.
         """
         if not isinstance(kind, Class):
             return Record(of_options=True, base=getattr(kind, "last", ""), own=False)
@@ -697,7 +699,7 @@ class _Evaluator:
         for one in every:
             default = defaults.get(one.arg)
             names[one.arg] = Unknown(one.arg) if default is None else self.value(default, names)
-        # Further positional values belong to `*args`, whose content stays unknown.
+        # Further positional arguments belong to `*args`, whose content stays unknown.
         names.update(zip((one.arg for one in parameters), positional, strict=False))
         names.update({key: value for key, value in named.items() if key in own})
         self.depth += 1
@@ -730,7 +732,7 @@ class _Evaluator:
             if isinstance(default, ForeignCall) and default.name == "field":
                 default = default.named.get("default", Unknown(one.target.id))
             record.attributes[one.target.id] = default
-        # Positional values follow the order of the fields, inherited ones first.
+        # Positional arguments are in the order of the fields, with inherited ones first.
         record.attributes |= dict(zip(record.attributes, positional, strict=False))
         record.attributes |= named
         return record
@@ -740,10 +742,10 @@ class _Evaluator:
         function = _OPERATORS.get(kind)
         if function is None or not all(map(is_known, values)) or not all(map(_is_small, values)):
             return Unknown(ast.unparse(node))
-        # A power exceeds any bound on its operands.
+        # A power may be huge even if its operands are small.
         if kind is ast.Pow and (not isinstance(values[1], int) or abs(values[1]) > 64):
             return Unknown(ast.unparse(node))
-        # A text or a list times a number may become huge.
+        # A string or list times a number may be huge.
         if kind is ast.Mult and not all(isinstance(one, int | float) for one in values):
             return Unknown(ast.unparse(node))
         try:
@@ -756,7 +758,7 @@ _NOT_KNOWN = object()
 
 
 def _same(one: Any, other: Any) -> bool:
-    # Python has True == 1, and arguments distinguish them.
+    # In Python, True == 1, but arguments distinguish the two.
     return one is other or (is_known(one) and is_known(other) and type(one) is type(other) and one == other)
 
 

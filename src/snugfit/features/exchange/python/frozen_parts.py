@@ -18,7 +18,7 @@ from snugfit.features.exchange.python.objects import MODEL, kind_of
 from snugfit.features.exchange.python.values import Assignment, ForeignCall, Member, Name, replace_names
 
 MOST_LAYERS = 1000
-"""Largest layer number in a slice."""
+"""Largest layer number that a slice of layers in a script may contain."""
 
 _LISTS = ("parameters", "named_parameters", "children", "named_children", "modules", "named_modules")
 _LOOPS = (ast.GeneratorExp, ast.ListComp)
@@ -34,11 +34,11 @@ class FrozenParts:
     freezes: list[str] = field(default_factory=list)
     trains: list[str] = field(default_factory=list)
     whole: list[tuple[int, str]] = field(default_factory=list)
-    """Line and text of the statement by which the whole model froze first; empty without one."""
+    """Line and text of the first statement that freezes the whole model; empty without one."""
     beside: list[str] = field(default_factory=list)
-    """Patterns of all parameters outside of the layers of which only the last ones train."""
+    """Name patterns of all parameters outside of the layers, if only the last layers train."""
     last: int = 0
-    """Number of the last layers that train."""
+    """Number of the model's last layers that train; 0 without such a selection."""
 
     def add(self, event: ForeignCall | Assignment, trains: bool) -> bool:
         """Record a statement that freezes or trains a part of the model. Return False if the part is unknown,
@@ -56,7 +56,7 @@ class FrozenParts:
         words = _words(path, event.tests)
         if words is None:
             return False
-        # Scripts often freeze the whole model first, and then release parts.
+        # Scripts often freeze the whole model first, and then unfreeze parts.
         if not trains and words == [""] and not self.freezes and not self.trains:
             self.whole.append((event.line, event.text))
             return True
@@ -111,7 +111,7 @@ def path_of(value: Any) -> str | None:
     for name in names:
         number = name.strip("[]")
         bounds = _SLICE.fullmatch(name)
-        if name in ("[]", "[0]", "[1]") and not pattern:  # an element of a list of all parameters
+        if name in ("[]", "[0]", "[1]") and not pattern:  # an element of the list of all parameters
             continue
         if name == "[]":
             continue
@@ -120,7 +120,7 @@ def path_of(value: Any) -> str | None:
             if max(first or 0, end or 0) > MOST_LAYERS:
                 return None
             if end is None:
-                # A slice without an end means all numbers except those before it.
+                # A slice without an end selects all layers except those before its start.
                 skipped = "|".join(map(str, range(first or 0)))
                 piece = rf"(?!(?:{skipped})[.])\d+" if skipped else r"\d+"
             else:
@@ -135,7 +135,9 @@ def path_of(value: Any) -> str | None:
 
 
 def _names_to(value: Any) -> list[str] | None:
-    """Return the attribute names and indices that lead from the model to a value; None for other values."""
+    """Return the attribute names and indices that lead from the model to a value of the script; None for
+    other values.
+    """
     names: list[str] = []
     while kind_of(value) != MODEL:
         if isinstance(value, ForeignCall) and isinstance(value.function, Member) and value.name in _LISTS:
@@ -169,7 +171,7 @@ def takes_a_part(optimizer: ForeignCall) -> bool:
         # Two opposite conditions select all parameters.
         plain = {test: test.replace(" not in ", " in ").removeprefix("not ") for test in tests if test}
         return len({*plain.values()}) == len(plain)
-    # A base model and its head are all parts of a model; an encoder alone is half of one.
+    # A base model and its head are all parts of a model, while an encoder alone is only one half.
     halves = {"encoder", "decoder"} & set(paths)
     return len(set(paths)) < 2 or len(halves) == 1 or any("." in str(path) for path in paths)
 
@@ -211,8 +213,8 @@ def _words(path: str, tests: Sequence[str]) -> list[str] | None:
 
 
 def _of_test(test: ast.expr, *, negated: bool = False) -> list[str] | None:
-    """Convert a Python condition on a parameter's name to patterns of matching names; None if it cannot be
-    converted.
+    """Convert a Python condition on a parameter's name to patterns of matching names; None if that is
+    impossible. `negated` inverts the condition.
     """
     test = _as_alternatives(test)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -257,6 +259,6 @@ def _as_alternatives(test: ast.expr) -> ast.expr:
 
 
 def _text(node: ast.expr) -> str | None:
-    # A recipe has its patterns in single quotes.
+    # Patterns are in single quotes in a recipe.
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and "'" not in node.value
     return re.escape(str(node.value)) if is_text and isinstance(node, ast.Constant) else None

@@ -55,17 +55,19 @@ from snugfit.features.exchange.python.values import (
 from snugfit.job.architectures import heads
 
 WIDENS = "prepare_model_for_kbit_training"
-"""peft's function that casts unquantized weights to float32, and checkpoints layers unless switched off."""
+"""Name of peft's function that casts unquantized weights to float32. It also checkpoints layers unless
+switched off.
+"""
 
 READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
-"""Classes whose arguments are read if another argument is such an object."""
+"""Classes whose constructor arguments are read if another argument is an object of the class."""
 
 IN_PYTHON = (
     "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
 )
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
-"""Libraries with their own models, which are refused."""
+"""Libraries with models of their own, which snugfit refuses."""
 
 
 @dataclass
@@ -73,14 +75,14 @@ class Script:
     """The training arguments and the job's settings that follow from a user's training script."""
 
     dialect: str
-    """`trainer`, `sft`, `accelerate` or `loop`."""
+    """Kind of the script: `trainer`, `sft`, `accelerate` or `loop`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     unread: list[tuple[int, str]] = field(default_factory=list)
-    """Line and text of statements that may change the answer and were not read."""
+    """Line and text of statements that may affect the prediction and were not read."""
     refused: list[tuple[int, str, str]] = field(default_factory=list)
-    """Line, text and reason of statements that change the answer and are not predicted."""
+    """Line, text and reason of statements that affect the run and are not predicted."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of the script's options that were used."""
+    """Defaults of the script's command-line options that were used."""
 
 
 def read_meaning(done: Evaluation, where: str, *, bfloat16: bool | None = None) -> Script:
@@ -117,7 +119,7 @@ class _Meaning:
         if script.dialect == "loop" and not self._is_loop(model):
             self._refuse_without_a_run()
         if trainer is not None:
-            # An SFTTrainer with plain TrainingArguments (older TRL) still trains a causal language model.
+            # An SFTTrainer with plain TrainingArguments (older TRL) also trains a causal language model.
             self._of_trainer(trainer, old_sft and script.dialect == "trainer")
         if model is not None:
             script.arguments |= self._of_model(model)
@@ -142,7 +144,7 @@ class _Meaning:
         return script
 
     def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
-        """Store the library whose trainer the script uses, and the trainer's arguments."""
+        """Store the library whose trainer the script uses, and the arguments of that trainer."""
         script = self.script
         if isinstance(main, Record):
             script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
@@ -189,7 +191,7 @@ class _Meaning:
         """Raise `UsageError` for a model of another library, or of a class without a task."""
         for call in self.calls:
             of_other = call.library in OTHER_MODELS and (call.name in LOADERS or "model" in call.name.lower())
-            # `DataCollatorForLanguageModeling` has the form of a model's class name.
+            # The name `DataCollatorForLanguageModeling` looks like that of a model class.
             own = call.library == "transformers" and re.fullmatch(
                 r"(?!DataCollator)[A-Z]\w+For[A-Z]\w+", call.name
             )
@@ -211,7 +213,7 @@ class _Meaning:
         neither.
         """
         main = [call for call in self.calls if call.name in ARGUMENTS]
-        # Trainer takes its arguments as `args`, or as the second positional parameter.
+        # Trainer takes its arguments as `args`, or as its second positional argument.
         used = [value for call in trainers for value in (call.named.get("args"), *call.positional[1:2])]
         if chosen := [call for call in main if any(call is value for value in used)]:
             main = chosen[:1] if len(set(map(id, chosen))) == 1 else chosen
@@ -240,7 +242,7 @@ class _Meaning:
         if trainer is not None:
             given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
             if isinstance(given, str | Option):
-                return None  # the trainer loads it
+                return None  # the trainer loads the model itself
             inner = [call for call in calls_in(given) if makes_model(call)]
             if inner:
                 return inner[-1]
@@ -263,9 +265,7 @@ class _Meaning:
         )
 
     def _facts(self) -> str:
-        """Return a sentence with the model that the script loads, for error messages; empty without a
-        model.
-        """
+        """Return a sentence on the model that the script loads, for error messages; empty without a model."""
         names = [
             call.positional[0]
             for call in self.calls
@@ -276,7 +276,9 @@ class _Meaning:
     # ---- values --------------------------------------------------------------------------------------------
 
     def values(self, call: ForeignCall, *, first: str = "") -> dict[str, Any]:
-        """Return a call's arguments by name. `first` is the name of its first positional argument."""
+        """Return the arguments of a call in the script by name. `first` is the name of its first positional
+        argument.
+        """
         arguments = {first: self.value(call.positional[0])} if first and call.positional else {}
         for key, value in call.named.items():
             if key.startswith("**") and (file := file_of(value)):
@@ -319,7 +321,7 @@ class _Meaning:
         if isinstance(value, ForeignCall) and value.name in READ_AS_VALUES:
             return self.values(value)
         if getattr(value, "name", "") == "Mxfp4Config" and value.named.get("dequantize") is True:
-            return None  # the weights become 16-bit ones
+            return None  # weights are dequantized to 16 bits
         return value if is_known(value) or isinstance(value, Unknown) else Unknown(repr(value))
 
     def _of_model(self, call: ForeignCall) -> dict[str, Any]:
@@ -337,7 +339,7 @@ class _Meaning:
         self._mark(call)
         labels = next((call.named[key] for key in ("id2label", "label2id") if key in call.named), None)
         if labels is not None:
-            # A loop fills a dict that is empty here.
+            # A loop in the script fills a dict that is empty here.
             counted = len(labels) if isinstance(labels, dict) and labels else Unknown("len(id2label)")
             inner.setdefault("num_labels", counted)
         quantized = call.named.get("quantization_config")
@@ -348,7 +350,7 @@ class _Meaning:
         ):
             of_others = "makes weights of a format that is not predicted. Those of bitsandbytes are."
             self._refuse(quantized, f"{quantized.name} {of_others}")
-        # A model that is made from a config object is named by the config's own call.
+        # A model that is created from a config object is named in the config's own call.
         if isinstance(name, Unknown) and (config := config_name(call)):
             name = config
         facts: dict[str, Any] = {"job.task": task, **({"job.model": name} if isinstance(name, str) else {})}
@@ -383,7 +385,7 @@ class _Meaning:
         self._mark(call)
         arguments = self.script.arguments
         given = call.named.get("model", call.positional[0] if call.positional else None)
-        # TRL loads a name, in float32 unless `model_init_kwargs` sets a dtype.
+        # TRL loads a model given by name in float32, unless `model_init_kwargs` sets a dtype.
         if isinstance(given, str | Option):
             options = arguments.get("model_init_kwargs")
             arguments |= {"job.model": given} if isinstance(given, str) else {}
@@ -416,7 +418,7 @@ class _Meaning:
         if read is None:
             return
         self._mark(event)
-        # In a branch that may not run, a statement may only repeat the value in force.
+        # A statement in a branch that may not run is accepted if it repeats the current value.
         if (
             event.unsure
             and read
@@ -430,7 +432,9 @@ class _Meaning:
         self.read_events.add(id(event))
 
     def _read_call(self, call: ForeignCall) -> dict[str, Any] | None:
-        """Return the training arguments that a call sets; None for a call without effect on them."""
+        """Return the training arguments that a call sets; None for a call without effect on training
+        arguments.
+        """
         of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
@@ -463,7 +467,7 @@ class _Meaning:
 
     def _of_lora(self, call: ForeignCall) -> dict[str, Any]:
         inner = self.values(call)
-        # A call without arguments adds adapters too, so one key must mark it.
+        # A call without arguments adds adapters too, so at least one key must represent it.
         return {f"lora.{key}": value for key, value in inner.items()} or {"lora.task_type": None}
 
     def _of_stored_adapters(self, call: ForeignCall) -> dict[str, Any]:
@@ -488,7 +492,7 @@ class _Meaning:
         }
 
     def _of_precision(self, call: ForeignCall) -> dict[str, Any] | None:
-        # On CUDA, torch uses tf32 for `high` and `medium` alike.
+        # On CUDA, torch uses tf32 for both `high` and `medium`.
         return {"tf32": call.positional[0] != "highest"} if call.positional else None
 
     def _of_clip(self, call: ForeignCall) -> dict[str, Any]:
@@ -518,10 +522,10 @@ class _Meaning:
         }
         meant: dict[str, Any] = {"job.task": "causal-lm"} if loads else {"lora.peft_type": "LORA"}
         name = inner.get("model_name")
-        # Such a checkpoint is stored in 4 bits, whatever `load_in_4bit` is.
+        # The name's ending shows a checkpoint in 4 bits, regardless of `load_in_4bit`.
         if isinstance(name, str) and name.endswith("-bnb-4bit"):
             inner["load_in_4bit"] = True
-        # unsloth then loads weights in the dtype that the GPU has.
+        # unsloth then loads weights in the dtype that the GPU supports.
         if loads and inner.get("dtype") is None and self.bfloat16 is False:
             inner["dtype"] = "float16"
         # Without `fp16` or `bf16`, unsloth's trainer takes the precision of the weights.
@@ -544,7 +548,7 @@ class _Meaning:
         target = event.target if isinstance(event, Assignment) else event.function
         makers = [call for call in calls_in(target) if makes_model(call)]
         if makers and self.model is not None and makers[-1] is not self.model:
-            return None  # another model, such as a teacher
+            return None  # another model of the script, such as a teacher
         if any(call.name == "LoraConfig" for call in self.calls):
             if self._is_after_adapters(event) and "lora" not in " ".join((event.text, *event.tests)):
                 says = "it changes which weights train in addition to adapters. Write lora(save=...) instead"
@@ -626,7 +630,7 @@ class _Meaning:
         arguments = self.script.arguments
         loaders = [call for call in self.calls if kind_of(call) == LOADER]
         if loaders:
-            # A loader for evaluation may come first, and only the training's shuffles.
+            # A loader for evaluation may come first. Only the one for training shuffles.
             first = next((one for one in loaders if one.named.get("shuffle") is True), loaders[0])
             size = self.values(first).get("batch_size", [*first.positional[1:2], 1][0])
             arguments.setdefault("per_device_train_batch_size", size)
@@ -638,8 +642,8 @@ class _Meaning:
             arguments.setdefault("gradient_accumulation_steps", of_loss[0])
 
     def _casts(self) -> None:
-        """Store the argument for float32 adapters if the script casts adapters, as TRL's example scripts
-        do.
+        """Store the training argument for float32 adapters if the script casts adapters, as TRL's example
+        scripts do.
         """
         widened = any(
             one.name == "data" and isinstance(one.value, ForeignCall) and one.value.name == "float"
@@ -672,7 +676,7 @@ class _Meaning:
             if one.name == "model_max_length" and type(one.value) is int and kind_of(one.target) == TOKENIZER:
                 lengths[one.line] = one.value
         sizes_in_order = [*lengths.values()]
-        # A function of pairs first tokenizes the inputs, then the targets.
+        # A function that tokenizes pairs starts with the inputs, followed by the targets.
         if arguments.get("job.task") == "seq2seq-lm" and len(sizes_in_order) == 2:
             arguments["tokenizer.target_length"] = sizes_in_order.pop()
         if sizes_in_order:
@@ -717,7 +721,7 @@ class _Meaning:
     # ---- unread statements ---------------------------------------------------------------------------------
 
     def _account(self, event: ForeignCall | Assignment) -> None:
-        """List a statement of the script as not read, if it may change the predicted step."""
+        """List a statement of the script as not read, if it may affect the predicted step."""
         if id(event) in self.read_events:
             return
         if touches(event):
@@ -731,17 +735,17 @@ _METHODS: Mapping[str, str] = {
     "half": "_cast", "bfloat16": "_cast", "float": "_cast", "to": "_cast",
     "resize_token_embeddings": "_resize", "compile": "_of_compile",
 }  # fmt: skip
-"""Names of the methods here that read a model's methods, by method."""
+"""Names of this class's methods that interpret a call, by the called method of a model."""
 
 _FUNCTIONS: Mapping[str, str] = {
     "LoraConfig": "_of_lora", WIDENS: "_of_widening", "prepare_model_for_int8_training": "_of_widening",
     "set_float32_matmul_precision": "_of_precision", "clip_grad_norm_": "_of_clip",
     "compile": "_of_compile", "convert_to_float8_training": "_of_float8", "autocast": "_of_autocast",
 }  # fmt: skip
-"""Names of the methods here that read functions, and methods of a model's parts, by function."""
+"""Names of this class's methods that interpret a call, by the called function or method of a model's part."""
 
 _SHORT = {"half": "float16", "float": "float32"}
-"""torch's short names of dtypes, and of a model's methods that cast to them."""
+"""Full dtype names by torch's short ones, which are also methods of a model that cast."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -752,7 +756,9 @@ def _without_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _word(name: Name) -> Any:
-    """Return a dtype or an enumeration's member as its word in configuration files, such as `bfloat16`."""
+    """Return a dtype or an enumeration's member as it is written in configuration files, such as
+    `bfloat16`.
+    """
     if name.dotted.startswith("torch.") and name.last in words_of("dtypes"):
         return _SHORT.get(name.last, name.last)
     is_enumeration = name.dotted.startswith(("transformers.", "trl."))

@@ -25,14 +25,14 @@ LIGER = "AutoLigerKernelForCausalLM"
 LOADERS = ("from_pretrained", "from_config", "_from_config")
 
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
-"""Trainers whose step is that of transformers' Trainer."""
+"""Trainer classes whose training step is that of transformers' Trainer."""
 
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
 
 
 def kind_of(value: Any) -> str:
     """Return the role of an object in a training script, such as `model` or `trainer`; empty for any other
-    value.
+    object.
     """
     if isinstance(value, ForeignCall):
         if isinstance(value.function, Name) and value.function.last in words_of("lists"):
@@ -91,7 +91,7 @@ def _kind_of_function(call: ForeignCall) -> str:
         return kind_of(first[0]) if first else ""
     if call.name == "from_pretrained" and call.owner.endswith(tuple(words_of("tokenizers"))):
         return TOKENIZER
-    # A trainer of this package trains a tokenizer.
+    # A trainer of the package tokenizers trains a tokenizer.
     if call.library == "tokenizers":
         return ""
     kinds = {"Accelerator": ACCELERATOR, "DataLoader": LOADER}
@@ -99,7 +99,7 @@ def _kind_of_function(call: ForeignCall) -> str:
 
 
 def base_trainer(script_class: Class) -> str:
-    """Return the library's trainer class from which a class of the script derives; empty for none."""
+    """Return the library's trainer class from which a class of the script derives; empty if there is none."""
     return next((name for name in script_class.library_bases if name.endswith("Trainer")), "")
 
 
@@ -126,7 +126,7 @@ def _holds_parameters(value: Any) -> bool:
 
 
 def calls_in(value: Any) -> Iterator[ForeignCall]:
-    """Yield the calls that created an object, the outermost first."""
+    """Yield the calls that created an object of the script, the outermost first."""
     while True:
         if isinstance(value, ForeignCall):
             yield value
@@ -175,7 +175,7 @@ def _classes() -> dict[str, str]:
     """Return the training task of each model class of transformers. If two tasks share a class (BART's),
     masked language modelling is left out.
     """
-    # Later tasks override earlier ones, so the masked one is the first.
+    # Later tasks override earlier ones, so masked language modeling comes first.
     tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {
         name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
@@ -217,7 +217,7 @@ def _is_relevant_call(call: ForeignCall) -> bool:
         of = kind_of(call.function.of)
         if not of and call.name == "requires_grad_":
             return may_be_part(call.function.of)
-        # The statements of the script's own methods are read instead of a call.
+        # A method that the script defines is read statement by statement instead.
         own = call.name in getattr(getattr(call.function.of, "function", None), "methods", ())
         kinds = (MODEL, PART, TRAINER, OPTIMIZER)
         return of in kinds and not own and not _is_in(call.name, words_of(of))
@@ -239,7 +239,7 @@ def _is_relevant_assignment(one: Assignment) -> bool:
     kind = kind_of(one.target)
     if kind == TOKENIZER:
         return False
-    if isinstance(getattr(one.target, "function", None), Class):  # `self` of a trainer's methods
+    if isinstance(getattr(one.target, "function", None), Class):  # `self` in a trainer's methods
         return one.name in (MODEL, OPTIMIZER)
     if not kind and one.name == "requires_grad":
         return may_be_part(one.target)
@@ -254,8 +254,8 @@ NO_PLAIN_LOOP = "Give the model itself: snugfit predict MODEL --task TASK --batc
 
 
 def reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
-    """Return the reason why snugfit cannot predict a script's trainer, its arguments or an adapter; None if
-    it can.
+    """Return the reason why snugfit cannot predict a script's trainer, an argument of it or an adapter; None
+    if it can.
     """
     if library == "peft" and name.endswith("Config") and name not in words_of("configs of lora"):
         return "is not predicted. Among peft's methods, only LoraConfig is."

@@ -13,7 +13,9 @@ from snugfit.features.exchange.python.meaning import Script, read_meaning
 from snugfit.features.exchange.python.objects import NO_PLAIN_LOOP
 
 _FOREIGN = re.compile(r"\s*%%(?!capture|time|timeit|prun)")
-"""The start of a cell in another language, such as `%%bash`. The others run their cell as Python."""
+"""Regular expression of a notebook cell in another language, such as `%%bash`. The excluded magics run their
+cell as Python.
+"""
 
 
 def read_script(text: str, where: str, *, bfloat16: bool | None = None) -> Script:
@@ -65,4 +67,4 @@ def code_of_notebook(text: str, where: str) -> tuple[str, list[tuple[int, str]]]
 
 
 _SHELL = re.compile(r"^([ \t]*)[!%?](?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
-"""A command of the shell or of IPython, with the lines that a backslash continues."""
+"""Regular expression of a shell or IPython command, with the lines that a backslash continues."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Environment = dict[str, Any]
-"""The type of a module's or a function's variables: values by name."""
+"""The type of the variables of a module or a function: values by name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -16,7 +16,7 @@ class Unknown:
     """An expression of a script whose value is known only at run time."""
 
     text: str
-    """Text of the expression in the script."""
+    """Source text of the expression whose value is unknown."""
 
     def __repr__(self) -> str:
         return self.text
@@ -24,8 +24,8 @@ class Unknown:
 
 @dataclass(frozen=True, repr=False)
 class OfGpu(Unknown):
-    """A condition of a script on the GPU, such as support of bfloat16. With `holds` it is true on GPUs with
-    bfloat16, otherwise on those without.
+    """A condition of a script on the GPU, such as support of bfloat16. It is equal to `holds` on GPUs with
+    bfloat16.
     """
 
     holds: bool = True
@@ -41,7 +41,7 @@ class Name:
     """A name that the script imports from another library."""
 
     dotted: str
-    """Full name, such as `torch.bfloat16`."""
+    """Full dotted name, such as `torch.bfloat16`."""
 
     @property
     def last(self) -> str:
@@ -49,7 +49,7 @@ class Name:
         return self.dotted.rpartition(".")[2]
 
 
-# Without `eq`: two equal calls make two objects.
+# Without `eq`, two equal calls create two distinct objects.
 @dataclass(frozen=True, eq=False, repr=False)
 class ForeignCall:
     """A call of another library's function, which is not executed."""
@@ -61,9 +61,9 @@ class ForeignCall:
     """Keyword arguments. `**values` that cannot be resolved have the key `**`."""
     line: int
     text: str
-    """Its text in the script, in one line."""
+    """Source text of the call, in one line."""
     unsure: bool = False
-    """True for a call in a branch whose condition is unknown."""
+    """True if the call is in a branch whose condition is unknown."""
     tests: tuple[str, ...] = ()
     """Unknown conditions of the branches around the call."""
 
@@ -94,7 +94,7 @@ class Member:
 
     of: Any
     name: str
-    """Name of the attribute; `[]` for an element."""
+    """Name of the attribute; `[]` for an element of a container."""
 
     def __repr__(self) -> str:
         return f"{self.of!r}{self.name if self.name == '[]' else '.' + self.name}"
@@ -106,11 +106,11 @@ class Record:
 
     attributes: dict[str, Any] = field(default_factory=dict)
     of_options: bool = False
-    """True if the attributes are defaults of command-line options."""
+    """True if the attributes are defaults of the script's command-line options."""
     base: str = ""
-    """Class of a library from which its class derives, such as `SFTConfig`; empty for none."""
+    """Library class that the object's class derives from, such as `SFTConfig`; empty for none."""
     own: bool = True
-    """False for an instance of a library's class. Its defaults are not in the script."""
+    """True if the script defines the class. A library's class has defaults that are not in the script."""
 
 
 @dataclass(eq=False)
@@ -118,9 +118,9 @@ class Parser:
     """A command-line parser that the script creates, such as `ArgumentParser`."""
 
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of its options, by attribute."""
+    """Defaults of the parser's options, by attribute of the parsed result."""
     kinds: tuple[Any, ...] = ()
-    """Dataclasses that it fills from the command line."""
+    """Dataclasses whose fields the parser fills from the command line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class Function:
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     environment: Environment
-    """Variables of the module, and of enclosing functions."""
+    """Variables of the module, and of functions that enclose this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +160,16 @@ class Assignment:
     """An assignment to an attribute or an element of an object in the script."""
 
     target: Any
-    """Object that receives the value."""
+    """Object whose attribute or element receives the value."""
     name: str
     """Name of the attribute, or key of the element."""
     value: Any
     line: int
     text: str
     unsure: bool = False
-    """True in a branch whose condition is unknown."""
+    """True if the assignment is in a branch whose condition is unknown."""
     tests: tuple[str, ...] = ()
-    """Unknown conditions around it."""
+    """Unknown conditions of the branches around the assignment."""
 
 
 def is_known(value: Any) -> bool:
@@ -198,7 +198,7 @@ def replace_names(expression: ast.expr, by: Mapping[str, ast.expr]) -> ast.expr:
 
 
 def as_read(target: ast.expr) -> ast.expr:
-    """Return the target of an assignment as an expression, so that its value can be read."""
+    """Return the target of an assignment as an expression, so that its value can be evaluated."""
     read: ast.expr = ast.parse(ast.unparse(target), mode="eval").body
     return read
 

@@ -223,7 +223,7 @@ def test_rules_speak_of_what_the_library_has(name: str) -> None:
             "job",
             "dynamo_backend",
             "adapters",
-            *(CHECKPOINTING, f"{CHECKPOINTING}_kwargs"),  # in an older version by its old name
+            *(CHECKPOINTING, f"{CHECKPOINTING}_kwargs"),  # names in an older version
         }
         for condition in rule.get("when", {}).values():
             assert not isinstance(condition, dict) or set(condition) <= set(module._CONDITIONS)
@@ -364,7 +364,7 @@ ODD = [
     None, True, False, 0, -3, 2.5, "", "no", "auto", "x y", "1e-5", [], ["a"], {}, {"a": 1},
     {"enabled": True}, [{"b": None}], 10**30, "NO", "steps", "lora", "é",
 ]  # fmt: skip
-"""Values of the wrong kind in a file."""
+"""Values that no key of a configuration file accepts everywhere."""
 
 
 def odd_document(name: str, rng: random.Random) -> dict[str, Any]:

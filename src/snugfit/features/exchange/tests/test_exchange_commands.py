@@ -104,5 +104,5 @@ def test_plans_for_many_gpus_start_from_it_too(monkeypatch: pytest.MonkeyPatch, 
 def test_a_command_of_the_docs_is_understood(
     command: str, answered: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {0, 3} if command.startswith("check") else {0}  # 3: it found something
+    answers = {0, 3} if command.startswith("check") else {0}  # 3 means that it found something
     assert run(shlex.split(command)) in answers, capsys.readouterr().err

@@ -21,7 +21,7 @@ needs_techniques("compiled", allow_module_level=True)
 
 WHOLE = "compiled(what=model)"
 WITHIN = "compiled(what=model, autocast=within)"
-"""The Trainer's and accelerate's own way of compilation."""
+"""Compiled recipe in the form that the Trainer and accelerate compile a model."""
 
 
 @pytest.mark.parametrize("to", ["torch", "accelerate", "hf"])
@@ -50,7 +50,7 @@ def test_an_exported_loop_trains_as_ours(tmp_path: Path, recipe: str, traced_onl
     _, losses = script["train"](samples(job, recipe), STEPS, device="cpu", shuffle=False)
     assert traced_only, "nothing was compiled"
     torch._dynamo.reset()
-    if "lora" not in recipe:  # whose adapters are drawn elsewhere
+    if "lora" not in recipe:  # LoRA's adapters are drawn elsewhere
         assert losses == ours(job, recipe, "plain")
 
 

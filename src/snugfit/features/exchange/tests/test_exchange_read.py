@@ -42,7 +42,7 @@ training_args = TrainingArguments(
     **default_args,
 )
 """
-"""The guide's own script (Hugging Face, "Efficient training on a single GPU"), with a trap in it."""
+"""The training script of Hugging Face's guide "Efficient training on a single GPU", with a trap in it."""
 
 AXOLOTL = """
 base_model: meta-llama/Llama-3.2-1B
@@ -362,7 +362,7 @@ OWNERS = {
     "layers": "fp8", "lora": "lora", "parallel": "fsdp", "sharding": "zero2", "loss_type": "chunked_loss",
     "liger_kernel_config": "liger",
 }  # fmt: skip
-"""Technique of a feature, by the beginning of its arguments."""
+"""Technique of a deletable feature, by the prefix of the technique's arguments."""
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -37,7 +37,7 @@ from tiers import few_of, slow_but
 PROCESSES = Path(exported_processes.__file__)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 TIME_LIMIT = 400
-"""Seconds after which processes that wait for one another count as a deadlock."""
+"""Seconds after which processes that wait for each other count as deadlocked."""
 
 
 def written(job: Job, recipe: str, to: str, gpus: int, folder: Path) -> Path:
@@ -283,7 +283,7 @@ def test_training_arguments_take_what_is_written(tmp_path: Path) -> None:
     assert (plugin["fsdp_version"], plugin["reshard_after_forward"]) == (2, False)
     assert plugin["transformer_cls_names_to_wrap"] == "BertLayer"
     mesh = made(tmp_path, "hsdp(2)", "hf", 4)
-    assert list(mesh.files) == ["training_arguments.py"]  # the mesh is no value of JSON
+    assert list(mesh.files) == ["training_arguments.py"]  # a mesh has no JSON value
     assert "ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)" in mesh.files["training_arguments.py"]
 
 

@@ -15,10 +15,10 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.units import MIB
 
 PUBLISHED = 0.01
-"""Allowed relative error of the V100's rows, all but one."""
+"""Allowed relative error of predicted memory in all rows of the V100 but one."""
 
 SHOWN = ("vanilla", "fp16", "accumulation + checkpointing + fp16 + 8-bit Adam")
-"""Rows that represent all ten, including the outlier."""
+"""Names of experiments that represent all ten, including the outlier."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def test_the_published_rows_hold_under_the_software_of_their_time() -> None:
 
 
 SPEED, APART = 0.35, 0.05
-"""Allowed relative error of a row's published speed on a GPU that was never measured.
+"""Allowed relative error of published speeds on a GPU that was never measured.
 
-Two rows that differ by more than the second number must have the published order.
+Two speeds that differ by more than the second number must have the published order.
 """
 
 

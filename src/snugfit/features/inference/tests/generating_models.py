@@ -69,10 +69,10 @@ GENERATING: dict[str, tuple[dict[str, Any], str]] = {
         "speech-to-text",
     ),
 }  # fmt: skip
-"""Config and task by transformers' name."""
+"""Config and task of small models that generate, by transformers' model type."""
 
 ENCODED = ("t5", "bart", "whisper")
-"""Families with an encoder."""
+"""Model types with an encoder."""
 
 
 def generating_job(

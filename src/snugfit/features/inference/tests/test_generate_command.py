@@ -102,7 +102,7 @@ def test_a_job_is_stored_with_its_settings() -> None:
     assert Job.from_json(document) == job
     settings = {"new_tokens": 6, "beams": 3, "cache": "static", "sample": False, "top_k": 50, "top_p": 1.0}
     assert document["phase_settings"] == settings
-    # An answer of an earlier version has fewer settings.
+    # A stored result of an earlier version has fewer settings.
     document["phase_settings"] = {"new_tokens": 6, "beams": 3, "cache": "static"}
     assert Job.from_json(document) == job
 
@@ -134,7 +134,7 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert decode["tokens_per_second"] == pytest.approx(4 * 4 / decode["seconds"])
     # A few layers of 64 are bound by the host on any GPU.
     assert {prefill["bound"], decode["bound"]} == {"host"}
-    # Tokens of a step are new tokens.
+    # The tokens of a step are the generated ones.
     assert document["timing"]["tokens_per_second"] == pytest.approx(4 * 5 / whole)
     assert sum(document["footprint"]["kinds"].values()) == document["footprint"]["requested_bytes"]
     assert Prediction.from_json(document).phase_results == speed.GenerationResult.of(
@@ -166,7 +166,8 @@ def test_the_link_bounds_an_offloaded_cache() -> None:
     results = prediction.phase_results
     assert results.passes[1].bound == LINK
     assert results.host_cache_bytes == prediction.footprint.pinned_bytes
-    # Keys and values of two layers return three times, and those of the first layer once more in vain.
+    # Keys and values of two layers are copied back three times, and those of the first layer once more
+    # unnecessarily.
     of_pass = 2 * 2 * 4 * 128 * 4 * 64 * 2048
     assert results.copied_bytes == pytest.approx(3.5 * of_pass, rel=0.01)
     assert "page-locked for the cache" in results.lines()["on the host"]

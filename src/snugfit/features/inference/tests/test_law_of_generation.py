@@ -26,7 +26,9 @@ from tiers import crossed, slow_but
 pytestmark = pytest.mark.whole
 
 APART = 64
-"""Largest difference of the peaks in bytes: numbers that Python wraps for an operator of the CPU."""
+"""Largest allowed difference of the peaks in bytes: numbers that Python wraps in tensors for an operator of
+the CPU.
+"""
 
 
 def highest(events: Sequence[Event]) -> int:
@@ -61,10 +63,10 @@ def _experts_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NEW = 4
-"""New tokens: the cache grows in three decode steps."""
+"""Number of generated tokens, with which the cache grows in three decode steps."""
 
 DYNAMIC, STATIC = [*GENERATING][::2], [*GENERATING][1::2]
-"""Families by the cache of `test_greedy` in `make test`."""
+"""Model types whose `test_greedy` in `make test` has a dynamic, or a static, cache."""
 
 
 @pytest.mark.parametrize(("family", "cache"), crossed(GENERATING, ("dynamic", "static")))
@@ -95,7 +97,7 @@ OFFLOADED = [
         for family in GENERATING
         for cache in ("offloaded", "offloaded_static")
         for beams in (1, 3)
-        # transformers fails in these two cases.
+        # transformers raises an error in these two cases.
         if family not in ENCODED and (family, cache) != ("mistral", "offloaded_static")
     ),
 ]
@@ -117,7 +119,8 @@ def test_an_offloaded_cache_is_on_the_host() -> None:
         name: [one.nbytes // 2 for one in trace.kernels if one.operator == name]
         for name in (STAGE_OUT, COPY_BACK, PINNED_ON_HOST)
     }
-    # All 12 tensors leave in each of 20 passes. In the first, only the first layer's two return.
+    # All 12 tensors are copied to the host in each of 20 passes. In the first pass, only two of the first
+    # layer are copied back.
     assert len(copied[STAGE_OUT]) == 20 * 12
     assert len(copied[COPY_BACK]) == 19 * 12 + 2
     assert copied[STAGE_OUT][-1] == (24 + 20 - 1) * token

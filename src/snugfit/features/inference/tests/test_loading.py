@@ -32,7 +32,9 @@ pytestmark = pytest.mark.whole
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 APART = 1024
-"""Largest difference of the peaks in bytes: buffers, and numbers from which bitsandbytes makes its codes."""
+"""Largest allowed difference of the peaks in bytes: buffers, and numbers from which bitsandbytes computes its
+codes.
+"""
 
 
 def skeleton(family: str, facts: dict[str, Any], dtype: str = "float32") -> Any:
@@ -185,7 +187,8 @@ def test_results_of_a_prediction() -> None:
     assert whole.copied_bytes == four.copied_bytes < eight.copied_bytes
     assert whole.copy_seconds == pytest.approx(whole.copied_bytes / 63e9, rel=0.2)
     assert loading_results(predict(job))[0].copy_seconds is None
-    # The dtype of the file is that of the model, so the host copies nothing; 8 bits go back to the host.
+    # The file has the model's dtype, so the host copies nothing. In 8 bits, weights are copied back to the
+    # host.
     assert whole.host_copy_bytes == four.host_copy_bytes == 0 < eight.host_copy_bytes
     facts = {**WIDE, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert loading_results(replace(predict(job), job=generating_job("llama", facts=facts))) == ()

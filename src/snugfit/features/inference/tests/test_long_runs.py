@@ -74,7 +74,7 @@ def test_every_event_and_kernel_is_equal(
 ) -> None:
     job = generating_job(family, new_tokens=40, **settings)
     whole, trace, windows = whole_and_synthesized(job, monkeypatch)
-    # A bend needs further windows.
+    # A change of the slope needs further windows.
     assert windows > 3 if family in ("mistral", "gemma3_text") else windows == 3
     assert sizes(trace) == sizes(whole)
     assert [one.kind for one in trace.blocks] == [one.kind for one in whole.blocks]

@@ -39,12 +39,13 @@ from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
 
 FP16_SCALE = 4096.0
-"""Scale of float16 gradients of the mean loss until the backward pass (chosen). Scaled gradients are above
-values that vanish (6e-8), and far below those that overflow (65,504)."""
+"""Factor on float16 gradients of the loss until the backward pass (chosen). Scaled gradients are above the
+smallest float16 number (6e-8), and far below the largest one (65,504).
+"""
 
 
 LOSS_KERNEL = "loss_kernel"
-"""Name of the attribute of a head that holds the `LossKernel` of its logits."""
+"""Name of the attribute of an output head that holds the `LossKernel` for its logits."""
 
 
 class LossKernel(Protocol):
@@ -68,11 +69,11 @@ class Loss(NamedTuple):
     """Settings of a cross-entropy, with the names of `torch.nn.functional.cross_entropy`."""
 
     mean: bool
-    """True for the mean over labelled tokens; False for the sum."""
+    """True for the mean loss over labelled tokens; False for the sum."""
     ignore_index: int
     label_smoothing: float
     scores: Callable[[torch.Tensor], torch.Tensor]
-    """Function of the head's output, (tokens, V), that gives the model's logits."""
+    """Function from the head's raw output (tokens, V) to the model's logits, such as a soft cap."""
     kernel: LossKernel | None = None
     """Kernel for loss and gradient, used where it supports the logits; None for plain torch."""
 

@@ -43,23 +43,24 @@ METADATA = frozenset({
     "is_floating_point", "is_complex", "is_contiguous", "element_size", "itemsize", "nbytes", "get_device",
     "__len__",
 })  # fmt: skip
-"""Names of tensor attributes and methods that need no data."""
+"""Names of tensor attributes and methods that work on a tensor without data."""
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 OF_EACH_NUMBER = frozenset({
     *CASTS, "to", "tanh", "contiguous", "neg", "mul", "div", "true_divide", "add", "sub",
     "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__",
 })  # fmt: skip
-"""Names of elementwise operations, as torch's functions and operators."""
+"""Names of elementwise operations that are recorded on deferred logits, as torch's functions and operators.
+"""
 
 ARRANGING = frozenset({"view", "reshape"})
 
 CASTING = frozenset({*CASTS, "to", "contiguous"})
-"""Names of operations that change at most the dtype."""
+"""Names of operations on logits that change only their dtype, or nothing."""
 
 
 class LogitsComputedWhole(UserWarning):
-    """Warning that a model reads all its logits at once, so a chunked loss saves no memory."""
+    """Warning that a model reads all its logits at once, so that chunks save no memory."""
 
 
 class Head(NamedTuple):
@@ -68,7 +69,7 @@ class Head(NamedTuple):
     weight: torch.Tensor  # (V, H)
     bias: torch.Tensor | None  # (V,)
     tokens: int
-    """Number of tokens in a chunk."""
+    """Number of tokens whose logits exist at a time."""
     dtype: torch.dtype
     """Dtype of the head's matrix product."""
     kernel: LossKernel | None = None
@@ -84,7 +85,7 @@ class DeferredLogits(torch.Tensor):
     functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     whole: torch.Tensor | None
     only_cast: bool
-    """True if the recorded functions change at most the dtype."""
+    """True if the recorded functions change only the dtype of logits, or nothing."""
 
     @staticmethod
     def __new__(
@@ -230,8 +231,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Return torch's `cross_entropy` of deferred logits, in chunks. The result is None for weighted classes,
-    a loss for each token, or probabilities instead of labels."""
+    """Return torch's `cross_entropy` of deferred logits, computed in chunks. The result is None for weighted
+    classes, a loss for each token, or probabilities instead of labels.
+    """
     known = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
     if not isinstance(input, DeferredLogits) or not known or input.whole is not None:
         return None
@@ -287,7 +289,8 @@ def _plain_or_deferred(
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: autocast's, if it is on. A simulation's autocast uses the CPU's
-    switch."""
+    """Return the dtype of the head's matrix product: autocast's, if it is on. A simulation's autocast uses
+    the CPU's switch.
+    """
     switch = "cpu" if hidden.device.type == "meta" else hidden.device.type
     return torch.get_autocast_dtype(switch) if torch.is_autocast_enabled(switch) else hidden.dtype

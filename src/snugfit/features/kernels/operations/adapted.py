@@ -1,4 +1,4 @@
-"""Linear layers of a model as `Projections`: torch's own, and those to which peft added a LoRA adapter."""
+"""Linear layers of a model as `Projections`: those of torch, and those to which peft added a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from snugfit.features.kernels.operations.philox import scale, threshold
 from snugfit.features.kernels.operations.projections import Projections
 
 _LORA = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
-"""Module and name of peft's classes of a linear layer with LoRA adapters."""
+"""Module and name of peft's classes for linear layers with LoRA adapters."""
 
 _FOUR_BITS = "bitsandbytes.nn.modules", "Linear4bit"
-"""Module and name of bitsandbytes' class of a linear layer in 4 bits."""
+"""Module and name of bitsandbytes' class for 4-bit linear layers."""
 
 
 VARIANTS = {"DoraLinearVariant": "DoRA"}
-"""Names of variants of LoRA by their classes in peft."""
+"""Names of LoRA's variants in messages, by their class names in peft."""
 
 
 def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Projections | None:
@@ -51,7 +51,7 @@ def _is_supported(layer: Any) -> bool:
     """Return True for a linear layer of torch or in 4 bits, without a wrapper or hook."""
     if not is_packed(layer):
         return is_plain(layer)
-    # Inference on a CPU packs weights in another order.
+    # bitsandbytes packs weights in another order for inference on a CPU.
     state = getattr(layer.weight, "quant_state", None)
     is_usual = state is not None and not getattr(state, "packing_format_for_cpu", False)
     return is_usual and layer.weight.size(-1) == 1 and not _is_hooked(layer)
@@ -74,8 +74,8 @@ def unsupported_settings(model: torch.nn.Module) -> list[str]:
 
 
 def objection(layer: Any) -> str:
-    """Return why a layer's code must run as it is: its type, or a setting of its adapters. Empty if snugfit's
-    kernels compute the same.
+    """Return the reason why a layer must run its own code: its type, or a setting of its adapters. Empty if
+    snugfit's kernels compute the same.
     """
     if not is_adapted(layer):
         return f"a {type(layer).__name__}"
@@ -110,14 +110,14 @@ def _base(layer: Any) -> Any:
 
 
 def _adapter(layer: Any) -> Adapter | None:
-    """Return the factors of a layer's active adapter; None without one."""
+    """Return the LoRA factors of a layer's active adapter; None without an adapter."""
     names = [name for name in layer.active_adapters if name in layer.lora_A] if is_adapted(layer) else []
-    # An adapter that another module has active does not change this one.
+    # The active adapter may belong to other modules and not change this one.
     if not names:
         return None
     name = names[0]
     dropout = layer.lora_dropout[name]
-    # torch's own module drops nothing outside of training.
+    # Outside of training, torch's dropout drops nothing.
     drops = threshold(dropout.p) if isinstance(dropout, torch.nn.Dropout) and dropout.training else 0
     scaling = layer.scaling[name] * scale(drops)
     return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, scaling, drops)

@@ -21,7 +21,7 @@ from snugfit.features.kernels.operations.philox import keep_mask, scale, thresho
 from snugfit.features.kernels.operations.seeds import CARRIED
 
 TILE = 4096
-"""Number of elements in a tile of the backward kernel (chosen)."""
+"""Number of elements that one program of the backward kernel processes at a time (chosen)."""
 
 add_norm_forward = define(
     "add_norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor shift, Tensor? bias, Tensor? seed, "
@@ -43,13 +43,13 @@ class AddNormSettings(NamedTuple):
 
     eps: float
     drops: int = 0
-    """Number of 16-bit draws, of 65,536, that drop an element."""
+    """Number of the 65,536 equally likely draws with which dropout drops an element."""
     site: int = 0
     drops_last: bool = False
     gives_sum: bool = False
     gives_stream: bool = False
     dtype: torch.dtype = torch.float32
-    """Dtype of the result and of the sum."""
+    """Dtype of the normed result and of the sum."""
 
 
 def add_norm(
@@ -82,7 +82,7 @@ def add_norm(
 
 
 class OutputGradients(NamedTuple):
-    """Incoming gradients of a backward pass of `AddNorm`."""
+    """Incoming gradients of a backward pass of `AddNorm`, one for each output."""
 
     of_result: torch.Tensor  # (..., H)
     of_stream: torch.Tensor | None  # (..., H)
@@ -90,13 +90,13 @@ class OutputGradients(NamedTuple):
 
 
 class NeededGradients(NamedTuple):
-    """Flags: the gradients that a backward pass of `AddNorm` has to compute."""
+    """Gradients that a backward pass of `AddNorm` has to compute, as flags."""
 
     residual_dtype: torch.dtype
     x_dtype: torch.dtype
     has_bias: bool
     has_sums: bool
-    """True if the norm's weights or the bias train."""
+    """True if the norm's weights or the bias are trained, so that column sums are needed."""
 
 
 class AddNorm(torch.autograd.Function):
@@ -118,10 +118,10 @@ class AddNorm(torch.autograd.Function):
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
             stream = _room_for_stream(y) if form.gives_stream else None
-            # If nothing is added or dropped, the sum is the input itself.
+            # If nothing is added or dropped, the sum equals the input.
             alone = residual is None and bias is None and (seed is None or form.drops_last)
             total = None if alone and x.dtype is form.dtype else torch.empty_like(y)
-            # Statistics are in fp32, from the sum before it is rounded.
+            # Mean and inverse deviation of each row in fp32, from the sum before it is rounded.
             statistics = x.new_empty((2, x.numel() // x.size(-1)), dtype=torch.float32)
             add_norm_forward(
                 x, residual, weight, shift, bias, seed, form.site, form.drops, form.drops_last, form.eps,
@@ -130,15 +130,15 @@ class AddNorm(torch.autograd.Function):
             total = x if total is None else total
         else:
             y, stream, total, statistics = forward_in_torch(x, residual, weight, shift, bias, seed, form)
-        # A missing gradient stays None, so that no kernel reads zeros.
+        # Missing gradients stay None, so that no kernel reads zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, statistics, weight)
-        # The next operation finds the seed at its node of the graph (`seeds.py`).
+        # The next operation finds the seed at this node of the autograd graph (`seeds.py`).
         setattr(ctx, CARRIED, seed)
         ctx.form, ctx.x_dtype = form, x.dtype
         ctx.residual = None if residual is None else (residual.shape, residual.dtype)
         if form.gives_stream:
-            # Without a wider tensor the result itself is the stream; autograd needs two tensors.
+            # Without a wider tensor, the result itself is the residual stream. autograd needs two tensors.
             return y, y.detach() if stream is None else stream
         return (y, total) if form.gives_sum else y
 
@@ -147,7 +147,7 @@ class AddNorm(torch.autograd.Function):
         """Return the gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
         seed, form = getattr(ctx, CARRIED), ctx.form
-        # Only the stream was used, so its gradient is the whole one.
+        # Only the residual stream was used, so its gradient is the whole gradient.
         if dy is None and form.gives_stream:
             dy, other = other, None
         slopes = OutputGradients(
@@ -164,7 +164,7 @@ class AddNorm(torch.autograd.Function):
         dresidual = None
         if needs[1]:
             shape, dtype = ctx.residual
-            # A residual with fewer rows repeats in the batch.
+            # A residual with fewer rows is repeated over the batch.
             dresidual = repeated_sum(slope, shape, dtype)
         dweight, dshift, dbias = (*sums, None)[:3] if sums is not None else (None, None, None)
         return dx if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
@@ -187,7 +187,7 @@ def _backward_by_kernel(
     kinds: NeededGradients,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     drops_first = seed is not None and not form.drops_last
-    # One tensor serves both gradients, unless dropout or a dtype makes them differ.
+    # One tensor is both gradients, unless dropout or a dtype makes them different.
     apart = drops_first or kinds.residual_dtype is not kinds.x_dtype
     dresidual = torch.empty_like(total, dtype=kinds.residual_dtype)
     dx = torch.empty_like(total, dtype=kinds.x_dtype) if apart else None
@@ -204,7 +204,7 @@ def _backward_by_kernel(
 
 def rows_at_once(columns: int) -> int:
     """Return the number of rows with this many columns that fit into one tile of the backward kernel."""
-    # A tile has whole rows, whose width is rounded up to a power of two.
+    # A tile consists of whole rows, whose width is rounded up to a power of two.
     return max(1, TILE // (1 << max(columns - 1, 1).bit_length()))
 
 
@@ -219,7 +219,7 @@ def repeated_sum(gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype) 
 # ---- plain torch -----------------------------------------------------------------------------------------
 
 
-# Half precision is computed in fp32, and double in double for exact tests.
+# Half precision is computed in fp32. fp64 stays fp64 for exact tests.
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -286,7 +286,7 @@ def backward_in_torch(
         slope = slope * _mask(seed, form, slope)
     normed = (value - mean) * inverse
     inner = slope * weight.to(wide)
-    # The gradient through a norm: two means of a row are subtracted.
+    # Gradient through a norm: two means of the row are subtracted.
     shared = inner.mean(1, keepdim=True) + normed * (inner * normed).mean(1, keepdim=True)
     through = (inner - shared) * inverse
     if slopes.of_sum is not None:

@@ -61,14 +61,14 @@ class AttentionInputs(torch.autograd.Function):
         batch, length, _ = hidden.shape
         rows = hidden.reshape(batch * length, -1).to(dtype)
         product, joint = JointProduct.start(rows, layout, parameters)
-        # Selective checkpointing returns the product again, so it must not be rotated in place.
+        # Selective checkpointing reuses the product, so it must not be rotated in place.
         if kind is None and joint.update is None and results_are_kept():
-            product = product.clone()  # which is rotated in place
+            product = product.clone()  # the rotation overwrites it
         angles = cosines.contiguous(), sines.contiguous()
         turned = rotate(product, angles, length, heads, _norms(kind, query_scale, key_scale))
-        # Without norms, the rotation is undone by angles alone.
+        # Without norms of heads, the gradient of the rotation only needs the angles.
         product_to_keep = product if kind is not None else None
-        # The input is normed again in backward, which is cheaper than its bytes.
+        # The input is normed again in the backward pass, which costs less than saving it.
         needs_rows = joint.needs_rows(ctx.needs_input_grad[8:])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(*angles, query_scale, key_scale, product_to_keep, *source, *joint.tensors)
@@ -101,7 +101,7 @@ class AttentionInputs(torch.autograd.Function):
             ctx.needs_input_grad[8:],
         )
         of_hidden = None
-        # One product gives the gradient of the input from all three parts.
+        # A single product gives the input's gradient from queries, keys and values.
         if ctx.needs_input_grad[0]:
             batch, _, length, _ = of_query.shape
             of_hidden = joint.input_gradient(of_product, slopes).view(batch, length, -1)

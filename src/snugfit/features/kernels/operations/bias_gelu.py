@@ -14,10 +14,10 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Largest number of columns of a program: with 512 its backward kernel took longer (dev/log.md)."""
+"""Largest number of columns in one kernel program. With 512, the backward kernel took longer (dev/log.md)."""
 
 BLOCK_ROWS = 2
-"""Number of rows in a tile (chosen)."""
+"""Number of rows that a kernel program processes at a time (chosen)."""
 
 bias_gelu_forward = define(
     "bias_gelu_forward(Tensor x, Tensor bias, bool by_tanh, *, Tensor(a!) y) -> ()", "bias_gelu"
@@ -82,7 +82,7 @@ def backward_in_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of `x` (..., H) and of `bias` (H), computed in plain torch."""
     leaf = _sum(x, bias).detach().requires_grad_()
-    # torch's own derivative is the reference.
+    # The reference differentiates by torch's autograd.
     with torch.enable_grad():
         y = torch.nn.functional.gelu(leaf, approximate="tanh" if by_tanh else "none")
     (dx,) = torch.autograd.grad(y, leaf, dy.to(leaf.dtype))

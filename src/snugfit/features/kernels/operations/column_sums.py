@@ -11,8 +11,9 @@ import torch
 from snugfit.features.kernels.operations.operators import define
 
 PARTIALS = 256
-"""Largest number of programs that share the rows (chosen: about two for each multiprocessor of a Hopper
-GPU)."""
+"""Largest number of kernel programs that the rows are divided among (chosen: about two for each
+multiprocessor of a Hopper GPU).
+"""
 
 column_sums = define("column_sums(Tensor partials, *, Tensor(a!) sums) -> ()", "column_sums")
 
@@ -28,8 +29,8 @@ def empty_partials(like: torch.Tensor, kinds: int, at_once: int) -> torch.Tensor
 
 
 def add_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sums of partials (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
-    # Two stages give the same sum in every run; atomic additions do not.
+    """Return the sums of partial sums (K, P, columns) over P: (K, columns) of this dtype, by one kernel."""
+    # Sums in two stages are equal in every run, while atomic additions are not.
     sums = partials.new_empty((partials.size(0), partials.size(2)), dtype=dtype)
     column_sums(partials, sums=sums)
     return sums

@@ -27,7 +27,7 @@ def unpack(packed: Sequence[torch.Tensor], states: Sequence[Any], dtype: torch.d
         if has_kernel(joint):
             operators.dequantize_4bit.out(weight.detach(), _scales(state), *settings, out=part)
         else:
-            # bitsandbytes has no operator for the CPU that writes into a tensor.
+            # On the CPU, bitsandbytes has no operator that writes into a given tensor.
             part.copy_(operators.dequantize_4bit.default(weight.detach(), _scales(state), *settings))
     return joint
 
@@ -40,5 +40,5 @@ def _scales(state: Any) -> torch.Tensor:
     scales: torch.Tensor = operators.dequantize_blockwise.default(
         state.absmax, nested.absmax, nested.code, nested.blocksize, nested.dtype
     )
-    # Added by a kernel of its own, as by bitsandbytes: two roundings.
+    # The offset is added by a separate kernel, as by bitsandbytes, with two roundings.
     return scales.add_(state.offset).float()

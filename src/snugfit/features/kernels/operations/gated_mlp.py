@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.projections import JointProduct, Layout
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
 
 RECOMPUTES = "recomputes_gate_and_up"
-"""Name of the attribute that makes a module recompute its product of gate and up."""
+"""Name of a module's attribute; True makes it recompute the product of gate and up in the backward pass."""
 
 _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gated")
 _GATE_BACKWARD = define(
@@ -61,7 +61,7 @@ class GatedMLP(torch.autograd.Function):
         # Gate and up are one product (T, 2 * I).
         product, wide = JointProduct.start(rows, into, tensors[: into.tensor_count])
         out, narrow = JointProduct.start(activate(product, tanh), back, tensors[into.tensor_count :])
-        # The input is needed for weights, or to compute the product again.
+        # The input is needed for gradients of weights, or for computing the product again.
         needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.tensor_count])
         *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(product if keeps else None, *source, *wide.tensors, *narrow.tensors)
@@ -88,11 +88,11 @@ class GatedMLP(torch.autograd.Function):
         of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         slopes = narrow.slopes(of_out)
         between = narrow.input_gradient(of_out, slopes)
-        # The kernel overwrites the product with the gradients of gate and up, and `between` with their
-        # output: the third product's input, which was not saved.
+        # The kernel overwrites the product with the gradients of gate and up. It overwrites `between` with
+        # their output, the third product's input, which was not saved.
         activate_backward(product, between, ctx.tanh, again=narrow.needs_rows(needs_narrow))
         of_narrow = narrow.gradients(of_out, slopes, [between].pop, needs_narrow)
-        # `between` is large, and the gradients of gate and up do not need it.
+        # `between` is large, and is not needed for the gradients of gate and up.
         del between
         slopes = wide.slopes(product)
         of_wide = wide.gradients(
@@ -129,7 +129,7 @@ def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *
         _GATE_BACKWARD(product, of_out, tanh, again)
     else:
         reference_backward(product, of_out, tanh, again)
-    # The saved product has changed, so autograd refuses a second backward pass instead of a wrong one.
+    # The saved product has changed, so autograd must refuse a second backward pass.
     torch.autograd.graph.increment_version(product)
 
 
@@ -142,7 +142,7 @@ def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
 def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
     """Overwrite the product of gate and up with its gradient, in plain torch (`activate_backward`)."""
     wide = torch.promote_types(product.dtype, torch.float32)
-    # The halves are views, so writing them overwrites the product.
+    # Both halves are views, so that writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)
     gate, up, slope = (one.to(wide) for one in (gates, ups, of_out))
     with torch.enable_grad():

@@ -15,10 +15,10 @@ from snugfit.features.kernels.operations.column_sums import add_partials, empty_
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 BLOCK_COLUMNS = 1024
-"""Largest number of columns of a program (chosen)."""
+"""Largest number of columns in one kernel program (chosen)."""
 
 BLOCK_ROWS = 4
-"""Number of rows in a tile (chosen)."""
+"""Number of rows that a kernel program processes at a time (chosen)."""
 
 copy_slopes = define(
     "copy_slopes(Tensor first, Tensor second, Tensor third, *, Tensor(a!) joint, Tensor(b!)? partials) -> ()",
@@ -35,7 +35,7 @@ def join_slopes(
     biases.
     """
     first = slopes[0]
-    # The kernel takes three equal parts; grouped queries are joined by torch.
+    # The kernel takes three parts of equal shape. torch joins those of grouped queries.
     alike = len(slopes) == 3 and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in slopes)
     if not alike or not has_kernel(first):
         joint = torch.cat(tuple(slopes), dim=-1).flatten(0, -2)

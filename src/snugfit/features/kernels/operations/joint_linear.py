@@ -18,7 +18,7 @@ from snugfit.features.kernels.operations.operators import activation_dtype, auto
 def is_plain(layer: Any) -> bool:
     """Return True if a linear layer is torch's own, without a wrapper or hook."""
     is_own = type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
-    # A hook or a wrapper expects to be called with this layer's input.
+    # A hook or a wrapper must be called with this layer's input.
     return is_own and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
@@ -33,7 +33,8 @@ def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
         buffer = torch.cat([one.data for one in tensors])
         start = 0
         for one in tensors:
-            # `data` changes the memory and keeps the parameter, which optimizers and ties refer to.
+            # Assigning `data` moves the memory and keeps the parameter, which optimizers and tied modules
+            # refer to.
             one.data = buffer[start : start + one.size(0)]
             start += one.size(0)
 
@@ -59,7 +60,7 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     It is a view where they are adjacent and have the dtype.
     """
     view = joint_view(tensors)
-    # A cast or a move separated the weights, so this pass joins them again.
+    # A cast or a move has separated the weights in memory, so this pass concatenates them again.
     return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
 
 
@@ -88,7 +89,7 @@ class JointLinear(torch.autograd.Function):
         dtype = activation_dtype(x)
         weight = join_weights(weights, dtype)
         bias = join_weights(biases, dtype) if biases else None
-        # Weights are cast already; autocast would cast and cache views.
+        # Weights are already cast. Autocast would cast them again, and cache views.
         with torch.autocast(autocast_device(x), enabled=False):
             inner = x.to(dtype)
             joint = torch.nn.functional.linear(inner, weight, bias)
@@ -104,14 +105,14 @@ class JointLinear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs = ctx.needs_input_grad
         count = len(ctx.sizes)
-        # The bias's gradient is a by-product of joining, so it is not computed in vain.
+        # The bias's gradient is a by-product of joining the gradients.
         trains_bias = bias_dtype is not None and any(needs[2 + count :])
         slope, dbias = join_slopes(slopes, bias_dtype if trains_bias else None)  # (rows, all columns)
         dx = torch.mm(slope, weight).view(x.shape).to(x_dtype) if needs[0] else None
         dweights: Sequence[torch.Tensor | None] = [None] * count
         dbiases: Sequence[torch.Tensor | None] = [None] * count if bias_dtype else []
         if any(needs[2 : 2 + count]):
-            # One product gives the gradients of all weights, and each is a slice.
+            # A single product gives the gradients of all weights as slices.
             dweights = torch.mm(slope.t(), x.flatten(0, -2)).to(weight_dtype).split(ctx.sizes)
         if dbias is not None:
             dbiases = dbias.split(ctx.sizes)

@@ -37,7 +37,9 @@ class Adapter(NamedTuple):
     up: torch.Tensor  # (N, r), peft's B
     scale: float
     drops: int = 0
-    """Number of 65,536 draws that drop an element of x; the scale of the remaining ones is in `scale`."""
+    """Number of the 65,536 equally likely draws with which dropout drops an element of x. The factor of the
+    kept elements is part of `scale`.
+    """
 
 
 class AdapterSpan(NamedTuple):
@@ -56,8 +58,8 @@ class LowRankUpdate(NamedTuple):
     Factors have the dtype of the product, in one part or, for 32-bit factors, in three.
     """
 
-    columns: torch.Tensor  # (T, parts * R): S, all parts of each adapter in turn
-    down: torch.Tensor  # (parts * R, H): A, each part of all adapters in turn
+    columns: torch.Tensor  # (T, parts * R): S, parts of each adapter in turn
+    down: torch.Tensor  # (parts * R, H): A, each part of all adapters
     ups: Sequence[torch.Tensor]  # (N, parts * r) of each adapter: s B
     spans: Sequence[AdapterSpan]
     parts: int
@@ -69,7 +71,7 @@ class LowRankUpdate(NamedTuple):
         turn, and `spans` are not empty.
         """
         downs, ups = [one.detach() for one in factors[::2]], [one.detach() for one in factors[1::2]]
-        # Under autocast peft rounds the factors too; without it, peft widens the rows.
+        # Under autocast peft also rounds the factors. Without it, peft casts the rows to a wider dtype.
         autocast = torch.is_autocast_enabled(autocast_device(rows))
         if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
             return cls._start_in_parts(rows, downs, ups, spans)
@@ -99,7 +101,7 @@ class LowRankUpdate(NamedTuple):
             _split(up, None, (high, low, again), span.scale)
         columns, seed = rows.new_empty((len(rows), 3 * rank)), _draw(rows, spans)
         outs = columns.split([3 * one for one in ranks], 1)
-        # The last two parts are all of A.
+        # The last two of the three parts sum to A.
         sums = _columns(rows, spans, seed, lambda inputs: _wide_product(inputs, down[rank:].t()), halves=2)
         for half, other, out in zip(sums[::2], sums[1::2], outs, strict=True):
             _split(half, other, out.chunk(3, 1))
@@ -107,7 +109,7 @@ class LowRankUpdate(NamedTuple):
 
     @classmethod
     def restore(cls, tensors: Sequence[torch.Tensor], spans: Sequence[AdapterSpan], parts: int) -> Self:
-        """Return the updates with these `tensors`, in the order of the property of this name."""
+        """Return the updates with these `tensors`, in the order of the property `tensors`."""
         columns, down, *rest = tensors
         count = len(spans)
         seed = rest[count] if len(rest) > count else None
@@ -137,7 +139,7 @@ class LowRankUpdate(NamedTuple):
         slopes = of_product.new_empty((len(of_product), 3 * sum(ranks)))
         outs = zip(*(part.split(ranks, 1) for part in slopes.chunk(3, 1)), strict=True)
         for part, up, rank, out in zip(parts, self.ups, ranks, outs, strict=True):
-            # The last two parts are all of B.
+            # The last two of the three parts sum to B.
             left, right = _wide_product(part, up[:, rank:]).chunk(2, 1)
             _split(left, right, out)
         return slopes
@@ -169,7 +171,7 @@ class LowRankUpdate(NamedTuple):
         """
         given: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[::2]):
-            # The first two parts are all of the slopes.
+            # The first two of the three parts sum to the gradients.
             used = slopes[:, : min(self.parts, 2) * self.rank].t()
             turned = _columns(
                 rows(),
@@ -189,7 +191,7 @@ class LowRankUpdate(NamedTuple):
         return [one if asked else None for one, asked in zip(given, needed, strict=True)]
 
     def _by_adapter(self) -> list[tuple[AdapterSpan, torch.Tensor, torch.Tensor]]:
-        """Return each adapter's span, its B and its columns of S."""
+        """Return for each adapter its span of columns, its B and its columns of S."""
         columns = self.columns.split([self.parts * span.rank for span in self.spans], 1)
         return list(zip(self.spans, self.ups, columns, strict=True))
 
@@ -199,7 +201,7 @@ def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _draw(rows: torch.Tensor, spans: Sequence[AdapterSpan]) -> torch.Tensor | None:
-    """Return a seed, drawn by torch's generator, if adapters drop elements of their input."""
+    """Return a seed, drawn by torch's generator, if adapters drop elements of their input; otherwise None."""
     if not any(span.drops for span in spans):
         return None
     return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=rows.device)
@@ -229,12 +231,12 @@ def _columns(
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return a product whose sums of 16-bit terms have 32 bits."""
+    """Return a matrix product of 16-bit factors whose sums have 32 bits."""
     if first.dtype not in NARROW:
         return torch.mm(first, second)
     if has_kernel(first):
         return torch.mm(first, second, out_dtype=torch.float32)
-    # The CPU has no such product, and autocast would round its factors.
+    # The CPU has no such product, and autocast would round the factors.
     with torch.autocast("cpu", enabled=False):
         return torch.mm(first.float(), second.float())
 

@@ -24,12 +24,12 @@ NAMESPACE = "triton"
 
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Return True if operations on this tensor run a Triton kernel: on a GPU, or in a GPU's simulation."""
-    # Shapes belong to a GPU unless the simulation is that of a CPU.
+    # Tensors on `meta` represent those of a GPU, unless a CPU is simulated.
     return tensor.is_cuda or (tensor.is_meta and not is_on_cpu(tensor))
 
 
 def activation_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of tensors between matrix products: autocast's where that is on, or that of `x`."""
+    """Return the dtype of tensors between matrix products: autocast's if it is on, or that of `x`."""
     import torch
 
     kind = autocast_device(x)
@@ -38,7 +38,7 @@ def activation_dtype(x: torch.Tensor) -> torch.dtype:
 
 def autocast_device(x: torch.Tensor) -> str:
     """Return the device type whose autocast applies; in a simulation it is the CPU's."""
-    # The switch of a simulation is the CPU's (`rehearsal/device/autocast.py`).
+    # A simulation switches autocast on for the CPU (`rehearsal/device/autocast.py`).
     return "cpu" if x.is_meta else x.device.type
 
 
@@ -52,7 +52,7 @@ def define(schema: str, program: str) -> Callable[..., None]:
     import torch
 
     name = schema.partition("(")[0]
-    # Calls of a plain `Library` cost the host less than those of `custom_op`.
+    # Operators of a plain `Library` cost less host time than those of `custom_op`.
     library = _library()
     library.define(schema)
     library.impl(name, functools.partial(_launch, program, name), "CUDA")
@@ -60,7 +60,7 @@ def define(schema: str, program: str) -> Callable[..., None]:
     operator: Callable[..., None] = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run(first: torch.Tensor, *arguments: Any, **written: Any) -> None:
-        # Past torch's dispatcher, which would only cost the host time.
+        # On a GPU the kernel is called directly, because torch's dispatcher costs host time.
         if first.is_cuda:
             program_of(program, name)(first, *arguments, **written)
         else:

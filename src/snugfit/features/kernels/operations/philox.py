@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 LEVELS = 1 << 16
-"""Number of distinct dropout probabilities."""
+"""Number of equally likely draws; dropout probabilities are multiples of 1 / 65,536."""
 
-# A draw has 128 bits: 16 for each of eight neighbours.
+# A 128-bit random number has 16 bits for each of eight neighbours.
 GROUP = 8
-"""Number of adjacent elements of a row that share one draw."""
+"""Number of adjacent elements of a row that share one 128-bit random number."""
 
 _ROUNDS = 10
 # Constants of Philox-4x32 (Salmon et al., SC 2011).
@@ -27,7 +27,7 @@ def threshold(probability: float) -> int:
     """Return the number of 16-bit random values, of 65,536, that drop an element at this dropout
     probability.
     """
-    # A probability of 1 would leave no element, and its scale would be infinite.
+    # With a probability of 1 no element is kept, and the scale would be infinite.
     return min(round(probability * LEVELS), LEVELS - 1)
 
 
@@ -42,7 +42,7 @@ def keep_mask(seed: torch.Tensor, site: int, rows: int, columns: int, drops: int
     groups = -(-columns // GROUP)
     counters = torch.arange(rows * groups, device=seed.device)
     words = _philox(seed, counters, site)
-    # The order of halves is that of the Triton program (`keeping.py`).
+    # The halves are in the order of the Triton program (`keeping.py`).
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     numbers = torch.stack(halves, dim=-1).view(rows, groups * GROUP)[:, :columns]
     return numbers >= drops
@@ -52,7 +52,7 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
     """Return four random words of 32 bits for each counter, as int64 (Salmon et al., SC 2011,
     Philox-4x32-10).
     """
-    # torch has no unsigned integers, so words of 32 bits are in int64.
+    # torch has no unsigned integers of 32 bits, so these are stored in int64.
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first, second = counters & _MASK, torch.full_like(counters, site)
     third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
@@ -68,6 +68,6 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
 def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the upper and the lower 32 bits of 32-bit `words` times `factor`, whose product exceeds
     int64."""
-    # The factor is split in halves, so that no product exceeds 63 bits.
+    # The factor is split into two halves, so that no product exceeds 63 bits.
     lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK

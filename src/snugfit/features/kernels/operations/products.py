@@ -12,7 +12,7 @@ from snugfit.features.kernels.operations.operators import has_kernel
 NARROW = (torch.bfloat16, torch.float16)
 
 _KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-"""Modes in which `torch.utils.checkpoint` stores results of operators and reuses them."""
+"""Class names of the modes in which selective checkpointing stores and reuses results of operators."""
 
 
 def results_are_kept() -> bool:
@@ -32,7 +32,7 @@ def weight_gradient(of_product: torch.Tensor, rows: torch.Tensor, dtype: torch.d
 
     If the weight's dtype has 32 bits, a GPU's product of 16 bits writes its sums in 32, and no cast follows.
     """
-    # The sums of a 16-bit product are in fp32 anyway, so no rounding and no cast follow.
+    # A 16-bit product is summed in fp32 anyway, so that no rounding or cast is needed after it.
     if dtype is torch.float32 and rows.dtype in NARROW and has_kernel(rows):
         return torch.mm(of_product.t(), rows, out_dtype=dtype)
     return torch.mm(of_product.t(), rows).to(dtype)

@@ -24,15 +24,17 @@ class Layout(NamedTuple):
     """Sizes and numbers of the parts of `Projections.tensors`."""
 
     sizes: tuple[int, ...]
-    """Numbers of columns of the results."""
+    """Number of columns of each layer's result in the joint product."""
     has_biases: bool
     spans: tuple[AdapterSpan, ...]
-    """Places of the adapters in the joint product."""
+    """Columns of the joint product that each LoRA adapter adds to, and the adapter's settings."""
     states: tuple[Any, ...] = ()
-    """bitsandbytes' `QuantState` of each weight if all have 4 bits."""
+    """bitsandbytes' `QuantState` of each weight if all weights have 4 bits; empty otherwise."""
 
     def separate(self, entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Return the entries for weights, biases and adapters, of a sequence with one for each tensor."""
+        """Return the entries for weights, for biases and for adapters, from a sequence with one entry for
+        each tensor.
+        """
         count = len(self.sizes)
         end = count * (1 + self.has_biases)
         return entries[:count], entries[count:end], entries[end : end + 2 * len(self.spans)]
@@ -47,9 +49,9 @@ class Projections(NamedTuple):
     """Linear layers of one input, such as queries, keys and values, in the order of their results."""
 
     weights: Sequence[torch.Tensor]  # (N, H) each, or (N * H / 2, 1) with two numbers to a byte
-    biases: Sequence[torch.Tensor] = ()  # (N,) each; none of them, or one of each layer
-    adapters: Sequence[Adapter | None] = ()  # none of them, or one or None of each layer
-    states: Sequence[Any] = ()  # bitsandbytes' `QuantState` of each layer if all weights have 4 bits
+    biases: Sequence[torch.Tensor] = ()  # (N,) each; empty, or one for each layer
+    adapters: Sequence[Adapter | None] = ()  # empty, or one or None for each layer
+    states: Sequence[Any] = ()  # bitsandbytes' `QuantState` of each layer, if all weights have 4 bits
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -61,7 +63,7 @@ class Projections(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Return the sizes and numbers of the tensors."""
+        """Return the sizes and numbers of the tensors, from which a backward pass finds them."""
         shapes = [one.shape for one in self.states or self.weights]
         sizes = tuple(int(shape[0]) for shape in shapes)
         spans, start = [], 0
@@ -73,15 +75,17 @@ class Projections(NamedTuple):
 
 
 Settings = tuple[Layout, Sequence[torch.dtype], int]
-"""Settings of a joint product: its layout, the dtypes of the tensors, and the parts of its adapters."""
+"""The type of a joint product's settings: its layout, the dtypes of its tensors, and the parts of its
+adapters.
+"""
 
 
 class JointProduct(NamedTuple):
     """A product of rows (T, H) with the weights of all layers, as its backward pass needs it."""
 
     layout: Layout
-    dtypes: Sequence[torch.dtype]  # of `Projections.tensors`
-    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each one in 4 bits
+    dtypes: Sequence[torch.dtype]  # dtypes of `Projections.tensors`
+    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each in 4 bits
     update: LowRankUpdate | None
 
     @classmethod
@@ -105,7 +109,7 @@ class JointProduct(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """Return the attributes that are no tensors."""
+        """Return the attributes of the product that are no tensors."""
         return self.layout, self.dtypes, self.update.parts if self.update else 0
 
     @property
@@ -122,21 +126,23 @@ class JointProduct(NamedTuple):
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
         turned = self.matrix(rows.dtype).t()
         product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
-        # An unpacked matrix is large, and the updates do not need it.
+        # An unpacked matrix is large, and the adapters do not need it.
         del turned
         if self.update is not None:
-            # Selective checkpointing returns the product again, so it must not change.
+            # Selective checkpointing reuses the product, so it must not change.
             product = product.clone() if results_are_kept() else product
             self.update.add_to(product)
         return product
 
     def needs_rows(self, needed: Sequence[bool]) -> bool:
-        """Return True if a weight or an A needs a gradient. `needed` has one entry for each tensor."""
+        """Return True if a weight or an adapter's A needs a gradient. `needed` has one entry for each
+        tensor.
+        """
         weights, _, factors = self.layout.separate(needed)
         return any(weights) or any(factors[::2])
 
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of S, from that of the product (T, N); None without adapters."""
+        """Return the gradient of S = x A^T from that of the product (T, N); None without adapters."""
         return self.update.slopes(of_product) if self.update else None
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
@@ -162,7 +168,7 @@ class JointProduct(NamedTuple):
         weights, biases, factors = self.layout.separate(self.dtypes)
         rows_once = functools.cache(rows)
         given: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
-        # One product gives the gradients of all weights, as slices.
+        # A single product gives the gradients of all weights as slices.
         if any(for_weights):
             of_weights = weight_gradient(of_product, rows_once(), weights[0])
             given[: len(weights)] = of_weights.split(self.layout.sizes)
@@ -201,7 +207,7 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradients of `x`, weights, biases and adapters."""
-        # A checkpoint unpacks saved tensors once.
+        # Under a checkpoint, saved tensors can be read only once.
         saved = ctx.saved_tensors
         source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
         joined = gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)

@@ -19,11 +19,12 @@ from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
-"""Number of programs of a backward pass (chosen): four for each multiprocessor of an H100 or H200. Each
-writes a row of sums."""
+"""Number of kernel programs in a backward pass (chosen): four for each multiprocessor of an H100 or H200.
+Each writes one row of partial sums.
+"""
 
 _SOURCE = "normed_from"
-"""Name of a normed tensor's attribute with the `Source` that it was computed from."""
+"""Name of a normed tensor's attribute that holds the `Source` from which it can be computed again."""
 
 _RMS_NORM_AGAIN = define(
     "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",
@@ -71,7 +72,7 @@ def add_rms_norm(
     stream, normed, roots = AddRMSNorm.apply(  # type: ignore[no-untyped-call]
         branch, residual, scale, eps, dtype, from_one
     )
-    # The product that follows saves the source in place of the normed tensor.
+    # The next product saves the source instead of the normed tensor.
     setattr(normed, _SOURCE, Source(stream, scale, roots, from_one))
     return stream, normed
 
@@ -84,7 +85,7 @@ def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) ->
     source: Source | None = getattr(hidden, _SOURCE, None)
     if not needs_it:
         return (None,) * 4
-    # Without a source, an input that another module computed is saved itself.
+    # Without a source, another module computed the input, and it is saved itself.
     return (rows, None, None, None) if source is None else source
 
 
@@ -99,7 +100,7 @@ def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: tor
     stream = _rows(stream)
     if not has_kernel(stream):
         return _scale_rows(stream, scale, roots, from_one, dtype)
-    # Norming again costs a read and a write of the bytes, and saves keeping them.
+    # Norming again costs one read and one write, and saves memory.
     normed = torch.empty_like(stream, dtype=dtype)
     _RMS_NORM_AGAIN(stream, scale, roots, from_one, normed=normed)
     return normed
@@ -131,7 +132,7 @@ class AddRMSNorm(torch.autograd.Function):
         ctx.save_for_backward(stream, scale, roots)
         ctx.from_one, ctx.branch_dtype = from_one, branch.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
-        # A missing gradient stays None, so that the kernel reads no zeros.
+        # Missing gradients stay None, so that the kernel reads no zeros.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(roots)
         return stream, normed.view(branch.shape), roots
@@ -144,7 +145,7 @@ class AddRMSNorm(torch.autograd.Function):
         stream, scale, roots = ctx.saved_tensors
         of_scale = None
         gradient, of_branch = of_stream, None
-        # If no branch used the norm, the stream's gradient passes through unchanged.
+        # If no branch used the normed tensor, the stream's gradient passes through unchanged.
         if of_normed is not None:
             gradient, of_branch, of_scale = _norm_backward(
                 _rows(of_normed), None if of_stream is None else _rows(of_stream), _rows(stream), scale,
@@ -154,7 +155,7 @@ class AddRMSNorm(torch.autograd.Function):
         if gradient is None:
             return (None,) * 6
         of_residual = None if ctx.residual_dtype is None else gradient.to(ctx.residual_dtype)
-        # A branch in 16 bits gets its gradient rounded once, by the kernel.
+        # The kernel rounds the gradient of a 16-bit branch once.
         of_branch = gradient.to(ctx.branch_dtype) if of_branch is None else of_branch.view(stream.shape)
         return of_branch, of_residual, of_scale, None, None, None
 
@@ -188,7 +189,7 @@ def _add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of two tensors of rows (T, H), its norm and the inverse roots (T,)."""
     if has_kernel(branch):
-        # Under autocast the stream stays in 32 bits and branches have 16.
+        # Under autocast, the residual stream stays in fp32 while branches have 16 bits.
         stream = torch.empty_like(branch, dtype=torch.promote_types(branch.dtype, residual.dtype))
         normed = torch.empty_like(branch, dtype=dtype)
         roots = branch.new_empty(len(branch), dtype=torch.float32)
@@ -216,7 +217,7 @@ def _norm_backward(
         return gradient, None, of_scale if scales else None
     programs = min(len(stream), PROGRAMS)
     into = torch.empty_like(stream)
-    # A second result is written only if a cast of the first would follow.
+    # A second result is written only if the first would be cast afterwards.
     into_branch = None if branch_dtype == stream.dtype else torch.empty_like(stream, dtype=branch_dtype)
     sums = stream.new_empty((programs, stream.size(1)), dtype=torch.float32) if scales else None
     _RMS_NORM_BACKWARD(
@@ -241,9 +242,9 @@ def _scale_rows(
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
     if from_one:
-        # Gemma multiplies in 32 bits and rounds once.
+        # Gemma multiplies in fp32 and rounds once.
         return (value * (1.0 + scale.to(wide))).to(dtype)
-    # Llama rounds the norm to the stream's dtype before it multiplies.
+    # Llama rounds the normed value to the stream's dtype before it multiplies.
     return (value.to(stream.dtype).to(wide) * scale.to(wide)).to(dtype)
 
 

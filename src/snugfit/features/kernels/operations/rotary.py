@@ -17,7 +17,7 @@ from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
 
 PROGRAMS = 528
-"""Number of programs of a backward pass with norms (chosen): each writes a row of sums."""
+"""Number of kernel programs in a backward pass with norms (chosen). Each writes one row of partial sums."""
 
 _ROTATE = define(
     "rotate(Tensor(a!) product, Tensor cosines, Tensor sines, int length, int[] heads) -> ()", "rotary"
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
     queries: int
     keys: int
-    """Number of heads of keys, and of values."""
+    """Number of key heads, equal to the number of value heads."""
     width: int
 
 
@@ -56,11 +56,11 @@ class Norms(NamedTuple):
     keys: torch.Tensor  # (D,)
     eps: float
     from_one: bool
-    """True if the learned scale is added to 1."""
+    """True if the norm multiplies by one plus the learned scale, as in Gemma."""
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, (1 or B, S, D) each."""
+"""The type of rotary angles: cosines and sines, each (1 or B, S, D)."""
 
 
 def rotate(
@@ -80,7 +80,7 @@ def rotate(
     if norms is None:
         _ROTATE(product, *angles, length, list(heads))
         return product[:, :count]
-    # The norm's backward pass needs the product, so it is not overwritten.
+    # The norm's backward pass needs the product, so the rotation must not overwrite it.
     out = product.new_empty((len(product), count))
     _NORM_AND_ROTATE(product, *angles, *norms, length, list(heads), out=out)
     return out
@@ -99,11 +99,11 @@ def rotate_backward(
     """
     if not has_kernel(gradients[0]):
         return reference_backward(gradients, angles, product, norms)
-    # The kernel takes any strides but the last one.
+    # The kernel supports any strides except for the last dimension.
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in gradients)
     tokens, width = query.size(0) * query.size(2), query.size(3)
     into = query.new_empty((tokens, (query.size(1) + 2 * key.size(1)) * width))
-    # The backward pass of a rotation is the rotation the other way, by the angles alone.
+    # The gradient of a rotation is the opposite rotation, which only needs the angles.
     if norms is None or product is None:
         _ROTATE_BACKWARD(query, key, value, *angles, into=into)
         return into, None, None

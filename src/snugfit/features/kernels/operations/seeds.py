@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 HIGHEST = 1 << 62
-"""Exclusive upper bound of seeds (chosen: half of int64's range)."""
+"""Exclusive upper bound of random seeds (chosen: half of int64's range)."""
 
 CARRIED = "dropout_seed"
-"""Name of the attribute of an autograd node that holds the seed of its forward pass."""
+"""Name of an autograd node's attribute that holds the dropout seed of its forward pass."""
 
 
 class Seeds:
@@ -32,12 +32,12 @@ class Seeds:
         device, checkpoint = stream.device, checkpoint_around()
         if checkpoint is REENTRANT:
             return _draw(device)  # nothing is carried there, forward or again
-        # A recomputed layer finds the seed of its own forward pass, since a checkpoint gives it its input's
+        # A recomputed layer finds the seed of its own forward pass, because a checkpoint restores the input's
         # node.
         carried: torch.Tensor | None = getattr(stream.grad_fn, CARRIED, None)
         if carried is not None:
             return carried
-        # A recomputed layer draws again, and recomputation restores the generator before.
+        # A recomputed layer draws the same seed, because recomputation restores the random generator.
         if checkpoint:
             return _draw(device)
         if self._of_pass is None or self._of_pass.device != device:
@@ -53,22 +53,21 @@ HOOKS, REENTRANT = "hooks", "reentrant"
 
 
 def checkpoint_around() -> str:
-    """Return the type of `torch.utils.checkpoint` around the current code, and whether it is the first run or
-    the recomputation.
+    """Return the type of `torch.utils.checkpoint` around the current code.
 
-    One kind saves tensors by hooks (`torch/utils/checkpoint.py`). The reentrant one runs without gradients
+    One type saves tensors by hooks (`torch/utils/checkpoint.py`). The reentrant one runs without gradients
     first, and within the backward pass again. An empty string means no checkpoint. If torch does not expose
-    its hooks, the answer is hooks.
+    its hooks, the result is hooks.
     """
     # The reentrant checkpoint runs its first pass without gradients.
     if not torch.is_grad_enabled():
         return REENTRANT
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    # A seed of its own is correct with and without a checkpoint.
+    # A separate seed for each module is correct with and without checkpoints.
     if top is None:
         return HOOKS
     hooks = top(True)
     if hooks is not None and hooks[0].__qualname__.startswith(("_checkpoint_hook", "_recomputation_hook")):
         return HOOKS
-    # A forward pass inside of a backward pass is the second run of a reentrant checkpoint.
+    # A forward pass within a backward pass is the second run of a reentrant checkpoint.
     return REENTRANT if torch._C._current_graph_task_id() != -1 else ""

@@ -33,10 +33,12 @@ from snugfit.features.kernels.operations.rotary import Heads, Norms
 from triton_cases import asks_all
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""Largest error by dtype, of a number and a sixteenth of the largest: in 16 bits two roundings."""
+"""Largest allowed error by dtype, relative to a number plus a sixteenth of the largest number. In 16 bits it
+allows two roundings.
+"""
 
 CUT_OFF = 4
-"""Factor of bfloat16's bound in the interpreter, which truncates instead of rounding."""
+"""Factor on the bound for bfloat16 in Triton's interpreter, which truncates instead of rounding."""
 
 FILES = {
     rms_norm: "rms_norm",
@@ -47,12 +49,14 @@ FILES = {
     low_rank: "split_halves",
     dropped_rows: "dropped_rows",
 }
-"""Our operations, and the file of each one's programs."""
+"""snugfit's operations, with the file of each one's Triton programs."""
 
 USES_KERNELS = [True]
 
 Case = tuple[str, Callable[[], list[torch.Tensor]]]
-"""A name, and a function whose tensors are the same by the kernel and by the reference."""
+"""The type of a test case: a name, and a function whose tensors must be equal for the kernel and the
+reference.
+"""
 
 
 def launch_on_the_cpu() -> None:

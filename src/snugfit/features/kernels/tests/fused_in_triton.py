@@ -26,16 +26,15 @@ from snugfit.features.kernels.operations.joint_linear import joint_linear, lay_s
 from triton_cases import asks_all
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""Allowed error as a share of the largest number: some roundings of results, one in a program and one in
-torch."""
+"""Allowed error by dtype, relative to the largest number: a few roundings of results."""
 
 SHAPES = ((1, 1, 8), (3, 43, 33), (1, 3, 1000))
 """Rows and columns that are and are not multiples of a program's tile."""
 
 FEW_ROWS = (5, 3, 33)
-"""Shape for the interpreter in place of many rows.
+"""Shape that Triton's interpreter runs in place of many rows.
 
-There a kernel loads a few rows at a time, so its two programs take turns all the same.
+Its kernel loads few rows at a time, so that two programs still take turns.
 """
 
 MORE_SHAPES = (
@@ -48,7 +47,9 @@ MORE_SHAPES = (
     (40, 700, 96),
     (1, 2049, 257),
 )
-"""Shapes for a GPU alone, since the interpreter is slow; some have more rows than all programs' tiles."""
+"""Shapes that only run on a GPU, because the interpreter is slow. Some have more rows than the tiles of all
+programs.
+"""
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 
 CLOSE = 1e-6
-"""Largest difference of two gradients of fp32, of numbers up to 1."""
+"""Largest allowed difference of two fp32 gradients, for numbers up to 1."""
 
 
 def complete_the_interpreter() -> None:

@@ -105,7 +105,7 @@ def test_outputs_and_gradients_are_those_of_the_model_s_own_code(family: str, ma
     batch = batch_for(family, mask=mask)
     expected = pass_of(model, batch)
     close(expected, pass_of(fused, batch))
-    no_gradient = (".key.bias", ".k_lin.bias", ".k_proj.bias")  # softmax takes no notice of it
+    no_gradient = (".key.bias", ".k_lin.bias", ".k_proj.bias")  # softmax does not depend on it
     assert all(
         float(one.abs().max()) > 1e-6 for name, one in expected[1].items() if not name.endswith(no_gradient)
     )

@@ -274,7 +274,7 @@ RUNS = [
     if are_in_roster(run["recipe"])
 ]
 SECONDS = 0.08
-"""Allowed relative error of a step that the GPU bounds."""
+"""Allowed relative error of predicted seconds, for a step that the GPU bounds."""
 
 
 def step_of(run: Measurement) -> tuple[Replay, StepSeconds]:
@@ -306,9 +306,9 @@ def test_what_was_measured_is_predicted_again(run: Measurement) -> None:
 
 AGAIN = json.loads((MEASURED.parent / "again.json").read_text(encoding="utf-8"))
 RELATIVE = 0.1
-"""Allowed error of the ratio of steps with and without Liger that the host bounds.
+"""Allowed relative error of the ratio of seconds with and without Liger, for steps that the host bounds.
 
-Prediction and measurement share a host, but not its moments.
+Prediction and measurement are for the same host at different times.
 """
 
 

@@ -87,7 +87,7 @@ def gradients_of(module: Any, x: torch.Tensor, *, ours: bool) -> dict[str, torch
     else:
         y = module(x)
     torch.manual_seed(5)
-    # Slopes that 16 bits hold exactly.
+    # Gradients that 16 bits represent exactly.
     y.backward(torch.randn(y.shape).bfloat16().to(y.dtype))
     trained = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
     assert all("lora" in name for name in trained)

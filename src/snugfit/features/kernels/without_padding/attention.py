@@ -28,10 +28,10 @@ def register() -> None:
 
 
 WIDEST = 256
-"""Width of the widest head that the kernels support."""
+"""Largest head size that the kernels support."""
 
 WIDTH_IN = 8
-"""Divisor of the width of a supported head."""
+"""Supported head sizes are multiples of this number."""
 
 
 def attend(
@@ -61,9 +61,9 @@ def attend(
     assert cu_seq_lens_q is not None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     longest = query.size(2) if max_length_q is None else int(max_length_q)
-    # A window as long as the longest sequence hides nothing.
+    # A window of the longest sequence's length hides no token.
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    # Autocast does not know this operator, so operands are cast here.
+    # Autocast does not cast for this operator, so its operands are cast here.
     dtype = _dtype(value)
     query, key, value = (operand.to(dtype) for operand in (query, key, value))
     if is_on_cpu(query):
@@ -81,7 +81,7 @@ def attend(
     if window is not None and causal:
         sides["window_size_right"] = 0
     operator = torch.ops.aten._flash_attention_forward
-    # Queries and keys have the same ends in self-attention.
+    # In self-attention, queries and keys have the same sequence boundaries.
     packed = operator(
         *rows, cu_seq_lens_q, cu_seq_lens_q, longest, longest, dropout, causal, False, scale=scaling, **sides
     )[0]
@@ -133,13 +133,13 @@ def _one_by_one(
     grouped = query.size(1) != key.size(1)
     parts = []
     for start, end in pairwise(bounds):
-        # The filling of a row may have empty sequences.
+        # The filling of a row may consist of empty sequences.
         if start == end:
             continue
         one, mask = slice(start, end), None
         if window is not None and window < end - start:
             mask = _window(end - start, window, causal, query.device)
-        # A CPU has no such kernel, so each sequence runs alone.
+        # The CPU has no such kernel, so sequences are computed one by one.
         parts.append(
             torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, one].to(value.dtype), key[:, :, one].to(value.dtype), value[:, :, one],

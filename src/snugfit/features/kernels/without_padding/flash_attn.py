@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 FLASH = "flash_attention_2"
-"""Name of FlashAttention-2 in transformers."""
+"""Name of FlashAttention-2 as an attention function in transformers."""
 
 PACKAGE, OLDEST = "flash-attn", "2.3.3"
-"""Name of the package, and its first version that transformers supports."""
+"""Name of the package on PyPI, and the oldest version that transformers supports."""
 
 
 def refuse_without_package(device: torch.device) -> None:
@@ -70,7 +70,7 @@ _REMEMBERED = (
     "_process_flash_kwargs_fn",
     "_process_with_kvcache_kwargs_fn",
 )
-"""Names of transformers' variables with the imported functions and their attention."""
+"""Names of transformers' module variables that cache the imported attention functions."""
 
 
 def attend(

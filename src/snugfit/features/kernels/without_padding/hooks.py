@@ -33,7 +33,7 @@ def drop_padding(model: torch.nn.Module) -> None:
             model.register_forward_pre_hook(hooks.pack, with_kwargs=True),
             model.register_forward_hook(hooks.unpack, with_kwargs=True),
         ]
-        # The head reads first tokens, so the layers return these alone.
+        # The head only reads first tokens, so the layers return only these.
         if rules.pools_first:
             layers = _layers_of(model)
             handles.append(layers.register_forward_hook(keep_first_tokens, with_kwargs=True))
@@ -54,24 +54,24 @@ class _PaddingHooks:
 
     def __init__(self, rules: RowRules) -> None:
         self._rules = rules
-        # The shape of the last batch, for its logits.
+        # Shape of the last batch, to which its logits are restored.
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
     def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of the model's forward pass, with the batch as one row without padding."""
         import torch
 
-        # A failed pass must not leave the shape of its batch.
+        # After a failed pass, the shape of its batch must not remain.
         self._spread = None
-        if given.get("cu_seq_lens_q") is not None:  # one row already: the loop's, a collator's of the user's,
-            return args, given  # or that of a copy's hooks
+        if given.get("cu_seq_lens_q") is not None:  # one row already: from the loop, a collator,
+            return args, given  # or the hooks of a model's copy
         if args or not torch.is_tensor(given.get("input_ids")):
             raise RecipeError(
                 f"{PADDING_FREE} takes batches of input_ids by name: model(input_ids=..., "
                 "attention_mask=..., labels=...). Take 'sdpa' for others."
             )
         packed, places = without_padding(given, self._rules)
-        # A loop without labels, or in evaluation, reads the logits in the batch's shape.
+        # A loop without labels, or in evaluation, reads logits in the batch's shape.
         whole_logits = not model.training or given.get("labels") is None
         if whole_logits and not self._rules.pools_first:
             self._spread = (given["input_ids"].shape, places)
@@ -84,7 +84,7 @@ class _PaddingHooks:
             (batch, length), places = spread
             tokens = out.logits[0]  # (N, V)
             if places is not None:
-                # Padding gets zeros, which no loss reads.
+                # Logits of padding are zeros, which no loss reads.
                 tokens = tokens.new_zeros(batch * length, tokens.size(-1)).index_copy(0, places, tokens)
             out.logits = tokens.view(batch, length, -1)
         return out
@@ -110,7 +110,7 @@ def keep_first_tokens(layers: Any, args: Any, given: dict[str, Any], out: Any) -
     ends = given.get("cu_seq_lens_q")
     tokens = out.last_hidden_state
     if ends is not None and tokens.size(0) == 1:
-        # The filling of a recorded row has sequences that are not the batch's.
+        # The filling of a captured step's row has sequences that do not belong to the batch.
         count = given.get(COUNT, ends.numel() - 1)
         out.last_hidden_state = tokens[0].index_select(0, ends[:count]).unsqueeze(1)
     return out

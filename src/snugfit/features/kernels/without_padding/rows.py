@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     import torch
 
 OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-"""Endings of class names of models that compare logits with the label of the same token."""
+"""Endings of transformers' class names of models that compare logits with the label of the same token."""
 
 OF_THE_FIRST_TOKEN = "ForSequenceClassification"
-"""Ending of class names of encoders whose head reads only the first token of a sequence."""
+"""Ending of transformers' class names of encoders whose head reads only a sequence's first token."""
 
 COUNT = "sequence_count"
-"""Name of the argument with the number of a row's sequences that are not filling."""
+"""Argument for the number of a row's sequences that belong to the batch, without the filling."""
 
 LENGTHS = 16
-"""Largest number of distinct row lengths that are captured (chosen). More take longer to capture; fewer need
-more filling. On average filling is half of a step, 3 % of the longest."""
+"""Largest number of distinct row lengths for which steps are captured as CUDA graphs (chosen). More take
+longer to capture, and fewer need more filling. On average, filling is half of the distance between lengths, 3
+% of the longest.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class RowRules:
     """A model's requirements for batches without padding, such as its position ids and labels."""
 
     shifts: bool = False
-    """True if logits are compared with the label of the next token."""
+    """True if logits are compared with the label of the next token, as in causal language models."""
     pools_first: bool = False
-    """True if the head reads only the first token of each sequence, and labels are one a sequence."""
+    """True if the head reads only each sequence's first token, and each sequence has one label."""
     padding_token: int | None = None
-    """Number of the padding token, for models whose positions count from it."""
+    """Id of the padding token, for models that count positions from this id; None for others."""
 
     @classmethod
     def of(cls, model: Any) -> RowRules:
@@ -67,9 +69,9 @@ class Filling:
     """The few lengths to which rows of concatenated sequences are padded, so that few tensor shapes occur."""
 
     multiple: int
-    """Divisor of each row's length, in tokens."""
+    """Each row's length is a multiple of this number of tokens."""
     longest: int
-    """Tokens of the longest possible sequence; if it is unknown, a batch may have longer ones."""
+    """Number of tokens in the longest possible sequence. If that is unknown, a batch may have longer ones."""
 
     def step(self, samples: int) -> int:
         """Return the number of tokens between two adjacent allowed row lengths for `samples` samples."""
@@ -83,10 +85,10 @@ def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> 
     """Return a step's micro-batches as rows without padding, padded at the end if only few lengths are
     allowed.
     """
-    # A user's own sequences may have any length.
+    # Sequences of a user's own model may have any length.
     longest = loop.job.sequence_length if loop.job.model.module is None else 1
     multiple = fill_multiple(loop)
-    # A recorded step needs few lengths, so its rows are filled up.
+    # A captured step (CUDA graph) needs few distinct lengths, so rows are filled up.
     return as_rows(pieces, RowRules.of(model), Filling(multiple, longest) if multiple else None)
 
 
@@ -100,10 +102,10 @@ def as_rows(
         return [dict(piece) for piece in pieces]
     if filling is None:
         return [without_padding(piece, rules)[0] for piece in pieces]
-    # A batch may be longer than the job's sequences.
+    # A batch may have longer sequences than the job.
     widest = max(piece["input_ids"].shape[1] for piece in pieces)
     filling = replace(filling, longest=max(filling.longest, widest))
-    # Micro-batches with equally many samples must have equal rows.
+    # Micro-batches with the same number of samples must have rows of equal length.
     most: dict[int, int] = {}  # tokens, by samples
     for piece in pieces:
         samples = len(piece["input_ids"])
@@ -121,15 +123,15 @@ def _filled_up(
     piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
 ) -> dict[str, Any]:
     """Return a micro-batch as a row padded to `most` tokens. The added tokens form sequences too, as many for
-    each row of its length, and some of them empty. For a row that `is_alone` fewer tokens are added than one
-    step between lengths.
+    each row of its length, and some of them empty. If the row `is_alone`, fewer tokens are added than the
+    distance between two lengths.
     """
     import torch
 
     row, _ = without_padding(piece, rules)
     count, longest = row["input_ids"].shape[1], filling.longest
     step = filling.step(len(piece["input_ids"]))
-    # Lengths are multiples of a step, so that few of them are recorded.
+    # Lengths are multiples of a step, so that few of them are captured.
     length = -(-most // step) * step
     more = -(-(step if is_alone else length) // longest)
     added = torch.arange(1, more + 1, dtype=torch.int32).mul_(longest).add_(count).clamp_(max=length)
@@ -140,7 +142,7 @@ def _filled_up(
         else value
         for name, value in row.items()
     }
-    # The longest length is the same for all batches, since a recorded step cannot change it.
+    # The longest length is the same for all batches, because a captured step cannot change it.
     return {
         **row, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest
     }  # fmt: skip
@@ -171,13 +173,13 @@ def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str
     tokens = {
         name: value
         for name, value in batch.items()
-        # Only tensors of one value per token are cut; a mask is replaced by ends.
+        # Only tensors with one value per token are shortened. Sequence boundaries replace the mask.
         if name != "attention_mask" and torch.is_tensor(value) and value.shape[:2] == shape
     }
-    # A decoder would predict a sequence's first token from the last one of the sequence before.
+    # Otherwise a decoder would predict a sequence's first token from the previous sequence's last one.
     if rules.shifts and "labels" in tokens:
         tokens["labels"] = _change(tokens["labels"], partial(_unlabel_first, mask=mask))
-    # On a device, the number of tokens makes the host wait here.
+    # On a device, the host waits here for the number of tokens.
     places = None if mask is None else mask.flatten().nonzero().flatten()  # (N,)
     rows = {name: _change(value, partial(_row, places=places)) for name, value in tokens.items()}
     ends, longest = _ends(shape, mask, batch["input_ids"].device)
@@ -185,7 +187,7 @@ def without_padding(batch: Mapping[str, Any], rules: RowRules) -> tuple[dict[str
         rows["position_ids"] = _positions(batch["input_ids"], places, rules)
     extra = {name: value for name, value in batch.items() if name not in tokens and name != "attention_mask"}
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    # The head needs the number of the batch's own sequences.
+    # The head needs the number of sequences without the filling.
     counted = {COUNT: shape[0]} if rules.pools_first else {}
     return {**extra, **rows, **bounds, **counted}, places
 
@@ -219,19 +221,19 @@ def _row(value: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
     """
     flat = value.flatten(0, 1)
     row = (flat if places is None else flat[places]).unsqueeze(0)
-    # A row of a page-locked batch must be so too, or its copy would wait.
+    # A row of a page-locked batch must be page-locked too, or the host would wait for its copy.
     return row.pin_memory() if value.is_pinned() else row
 
 
 def _unlabel_first(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return labels (B, S) without those of each sequence's first token, which no token predicts."""
+    """Return labels (B, S) without the label of each sequence's first token, which no token predicts."""
     import torch
 
     if mask is None:
         first = torch.zeros_like(labels, dtype=torch.bool)
         first[:, :1].fill_(True)
     else:
-        # The first counted token of each row, also with padding on the left.
+        # The first unmasked token of each row, also with padding on the left.
         first = (mask.cumsum(1) == 1) & mask.bool()
     return labels.masked_fill(first, IGNORED)
 
@@ -255,7 +257,7 @@ def _positions(ids: torch.Tensor, places: torch.Tensor | None, rules: RowRules) 
     batch, length = ids.shape
     if rules.padding_token is not None:
         counted = ids.ne(rules.padding_token).long()
-        # These models count positions from the padding token, and leave out padding.
+        # These models count positions from the padding token's id, and skip padding.
         return _row(counted.cumsum(1) * counted + rules.padding_token, places)
     if places is not None:
         return places.remainder(length).unsqueeze(0)

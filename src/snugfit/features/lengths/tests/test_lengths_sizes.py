@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 OTHER = find_gpu("h100-sxm")  # has no measured cost of unaligned rows
 SLOW_PRODUCTS = 1e12
-"""FLOPs per second, so low that matrix products take nearly all of the time."""
+"""FLOPs per second of a GPU so slow that matrix products take nearly all of the time."""
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def accelerate(
     recipe.check(job, capability_of(device))
     live = live_of(model, recipe, device)
     refuse(live, optimizer, loader, scheduler, keeps=keeps)
-    # The folder is locked from here on, and is unlocked if the rest fails.
+    # From here on, the folder is locked. If the rest fails, it is unlocked.
     with contextlib.ExitStack() as unless_it_begins:
         folder = None if output_dir is None else RunFolder(folder_of(output_dir))
         if folder is not None:
@@ -139,7 +139,8 @@ def _device_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torc
 def _job_to_train(
     job: Job, live: LiveTraining, step: CustomStep, notes: list[str], watch: Callable[[Event], None]
 ) -> Job:
-    """Return the job with a test result: the micro-batches' loss equals the whole batch's, or not.
+    """Return the job with the result of a test: True if the loss of micro-batches equals that of the whole
+    batch.
 
     Without micro-batches in the recipe, return the job unchanged. The notes and any warning go to `watch`.
     """
@@ -162,10 +163,10 @@ def _train_state(live: LiveTraining, optimizer: Any, scheduler: Any) -> tuple[Tr
     """
     setup, notes = live.recipe.setup(), apply(live)
     recipes = optimizer_for(live.model, optimizer, live.recipe)
-    # The loop may still refer to its own optimizer, so the replacement is announced.
+    # The user's loop may still refer to its own optimizer, so a message announces the replacement.
     if recipes is not optimizer:
         notes.append(f"the optimizer was {_name(optimizer)} and is now {_name(recipes)}: run.optimizer")
-    # Gradients of a step before this call would be added to the first one.
+    # Gradients from before this call would be added to those of the first step.
     recipes.zero_grad(set_to_none=True)
     set_process(setup, live.device)
     state = TrainState(
@@ -298,7 +299,7 @@ class NoSchedule:
 
 
 WRAPPED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-"""Class names of wrappers that train a model on several devices, such as DDP."""
+"""Class names of wrappers that train a model on several devices."""
 
 
 def device_of_model(model: Any, optimizer: Any) -> torch.device:
@@ -334,7 +335,7 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Identity counts: after some changes of a model, its optimizer still has the old parameters.
+    # Parameters are compared by identity, because a changed model's optimizer may have the old ones.
     strange = [parameter for parameter in held if id(parameter) not in own]
     if strange:
         raise UsageError(
@@ -378,7 +379,7 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
     reasons = [*objections(live, setup, user_slots(live)), *_objections(live, setup, optimizer, loader)]
     if not live.is_plain(Slot.OPTIMIZER) and is_schedule(scheduler):
         reasons.append(
-            # A schedule refers to its optimizer, so it would change the rates of the replaced one.
+            # A schedule refers to its optimizer, and would change the learning rates of the replaced one.
             f"{live.technique(Slot.OPTIMIZER)}: the scheduler belongs to the optimizer that the recipe "
             "replaces. Give a function that creates it: scheduler=lambda optimizer: LambdaLR(optimizer, "
             "...)."
@@ -386,7 +387,8 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
     refuse_for(live, "model", reasons)
     if scheduler is not None:
         of = optimizer if is_schedule(scheduler) else _trial_optimizer(optimizer, live.recipe)
-        # A schedule is created on dummies, since its constructor changes the learning rates of its optimizer.
+        # The schedule is created on dummy weights, since its constructor changes its optimizer's learning
+        # rates.
         schedule = scheduler if is_schedule(scheduler) else scheduler(of)
         refuse_schedule(schedule)
         if keeps:
@@ -398,7 +400,7 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
     import torch
 
     trial = copy(given)
-    # A shallow copy shares its states with the user's optimizer, so it gets empty ones.
+    # A shallow copy shares the states of the user's optimizer, so it gets an empty dict.
     trial.state = defaultdict(dict)
     trial.param_groups = [
         {**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in given.param_groups
@@ -410,7 +412,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
     """Yield a sentence for each conflict between the recipe and the user's optimizer or loader."""
     another = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
-    # States that the steps have made would not fit the cast weights or the new optimizer.
+    # States of earlier steps would not fit the cast weights or the new optimizer.
     if (another or is_cast) and _has_stepped(optimizer):
         yield "The optimizer has already taken steps. Call accelerate before the first step."
     elif is_cast and not another and optimizer.state:  # Adagrad creates its states in its constructor
@@ -434,7 +436,7 @@ def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -
 
 def _has_stepped(optimizer: Any) -> bool:
     """Return True if an optimizer has taken a step. A state with step 0 comes from its constructor."""
-    # Without a step count, any state counts as one of a step.
+    # Without a step count, any state counts as the result of a step.
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
@@ -477,5 +479,5 @@ def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
     """Return the recipe's DataLoader arguments whose values differ from this loader's."""
     asked = loader_arguments(setup, device)
-    # The loader's own setting stays if the recipe has none.
+    # If the recipe has no value, the loader keeps its own.
     return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}

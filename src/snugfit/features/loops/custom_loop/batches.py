@@ -61,7 +61,7 @@ class Batches:
         self.leave()
 
     def leave(self) -> bool:
-        """End an epoch before its last batch, as after a `break`; return True if an epoch was running."""
+        """End an epoch before its last batch, as after a `break`. Return True if an epoch was running."""
         if self._prefetcher is None:
             return False
         self._prefetcher, self._is_lent = None, False
@@ -69,8 +69,8 @@ class Batches:
         return True
 
     def _count_lent(self) -> None:
-        """Count the batch that the loop received last as used by a training step. Repeated calls count it
-        once.
+        """Count the batch that the loop received last as used by a training step, even if called several
+        times.
         """
         if self._is_lent:
             self._is_lent = False
@@ -93,8 +93,8 @@ class Batches:
         return count_of(getattr(self._loader, "dataset", None))
 
     def facts(self) -> Facts:
-        """Return properties that identify the loader's data and order, such as its sampler, to compare a
-        resumed run with its checkpoint.
+        """Return properties that identify the loader's data and order, such as its sampler. A resumed run
+        compares them with its checkpoint's.
         """
         return loader_facts(self._loader)
 
@@ -108,11 +108,11 @@ class Batches:
 
     @property
     def can_repeat(self) -> bool:
-        """True when a resumed run can yield the last trained batch again."""
+        """True if a resumed run can yield the last trained batch again."""
         return self._before_used is not None
 
     def _state(self) -> Mapping[str, Any]:
-        if self._saved is not None:  # no batch was yielded since the resume
+        if self._saved is not None:  # no batch has been yielded since the resume
             return self._saved
         rng, marks, used = self._data.rng, self._data.marks, self.position
         began = rng.now if self._prefetcher is None else rng.at_epoch_start
@@ -140,7 +140,7 @@ class Batches:
         for name in ("epoch", "place"):
             if type(state[name]) is not int or state[name] < 0:
                 raise TypeError(f'"{name}" is {state[name]!r}; it must be a whole number from 0')
-        states_from_json(state["next"]), mark_from_json(state.get("last"))  # an error here names the file
+        states_from_json(state["next"]), mark_from_json(state.get("last"))  # errors name the file
         self.epoch, self._data.used = state["epoch"], state["place"]
         self._saved = {**state, "now": state["began"]}
         self._data.resume(self._saved)

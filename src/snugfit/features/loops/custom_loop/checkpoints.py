@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DATA_POSITION = "hand.json"
 NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
-"""Entries of a run's description that are not compared as a whole, but by their parts."""
+"""Entries of a run's description whose parts are compared one by one on resuming."""
 
 CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are renamed."
 
@@ -50,15 +50,15 @@ class RunFolder:
     """The locked output folder of one run, and its handling of stop signals, until it is closed."""
 
     def __init__(self, folder: Path) -> None:
-        # The deepest folder comes first, so that each one is empty when it is removed.
+        # The deepest folder comes first, so that each folder is empty when it is removed.
         above = [folder.absolute(), *folder.absolute().parents]
         self._made = [path for path in above if not os.path.lexists(path)]
         self._open = contextlib.ExitStack()
         self.store = self._open.enter_context(open_store(folder, begin_anew="without resume()"))
-        # The stack closes in reverse order: the lock's file is removed while the lock is still held.
+        # The stack closes in reverse order, so that the lock's file is removed while it is locked.
         self._open.callback(self._remove_unused)
         self.interrupts = self._open.enter_context(Interrupts(self.store.root))
-        """Signals and the trigger file."""
+        """Stop signals, and the trigger file that requests a checkpoint."""
 
     def close(self) -> None:
         """Unlock the output folder. Remove it if it was created for this run and contains no files."""
@@ -98,7 +98,7 @@ class RunCheckpoints:
         self._manager.prepare(state)
         self._begun = self._closed = False
         self.repeated_loss: float | None = None
-        """Loss of the step before a resume, if that step is to be repeated."""
+        """Loss of the last step before the resume, if that step is repeated; None otherwise."""
 
     def begin(self) -> None:
         """Rename earlier checkpoints in the folder, unless the run was resumed from one of them."""
@@ -118,7 +118,7 @@ class RunCheckpoints:
         """
         self.begin()
         batches = self._batches.to_json(repeating=repeated_loss is not None)
-        if repeated_loss is not None:  # replaces a checkpoint that the loop saved meanwhile
+        if repeated_loss is not None:  # replaces a checkpoint that the loop saved for this step
             self._manager.saved_step = None
         position = json.dumps({**batches, "repeated_loss": repeated_loss}) + "\n"
         self._manager.save(
@@ -147,7 +147,7 @@ class RunCheckpoints:
             position = json.loads((checkpoint.folder / DATA_POSITION).read_text(encoding="utf-8"))
             self._batches.resume(position)
         self.repeated_loss = position.get("repeated_loss")
-        # A resumed run continues these checkpoints, so `begin` must not rename them.
+        # A resumed run continues these checkpoints, so `begin` must not rename them away.
         self._manager.saved_step, self._begun = checkpoint.step, True
         self.journal.tell("note", text=f"The run continues after step {checkpoint.step:,}.")
         return True

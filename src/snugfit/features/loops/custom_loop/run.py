@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.recipe import Recipe
 
 MOST_SKIPPED = 50
-"""Largest number of steps in a row that a gradient scaler may skip, as in the other front-ends."""
+"""Largest number of successive steps that a gradient scaler may skip, as in the other training loops."""
 
 
 def _close(run: weakref.ref[HandRun]) -> None:
@@ -92,7 +92,7 @@ class HandRun:
         if checkpoints is not None:
             # The folder is unlocked even if the loop ends without `close`.
             weakref.finalize(self, checkpoints.close)
-        # A weak reference, or `atexit` would keep the model alive until the process ends.
+        # With a strong reference, `atexit` would keep the model alive until the process ends.
         atexit.register(_close, weakref.ref(self))
 
     # ---- interface of the loop ---------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class HandRun:
             before = self._batches.epoch
             yield before
             self._between_steps()
-            # An epoch that was left by `break` counts as finished, if batches of it were taken.
+            # An epoch that the loop leaves by `break` counts as finished, if it has yielded batches.
             if self._batches.epoch == before and not self._batches.leave():
                 raise UsageError(
                     "An epoch ended without its batches. Take them from the run: `for batch in run:`."
@@ -151,7 +151,7 @@ class HandRun:
         self._refuse_closed()
         for batch in self._batches:
             yield batch
-            # The loop's code after the step ends when it requests the next batch.
+            # The loop's code after a step ends when it requests the next batch.
             self._between_steps()
 
     def step(self, batch: Mapping[str, Any]) -> float:
@@ -166,11 +166,11 @@ class HandRun:
         self._between_steps()
         if not self._begun:
             self._begin()
-        # The step's own forward passes are no evaluation.
+        # The forward passes of a step are not an evaluation.
         self._evaluations.end()
         if self._checkpoints is not None and self._checkpoints.repeated_loss is not None:
             return self._repeat(self._checkpoints)
-        # A failed step is undone by these generators, so that the same step can be repeated.
+        # A failed step restores these random states, so that it can be repeated.
         began, before = time.perf_counter(), rng_states(self._state.device)
         self._backward.begin(self.model)
         with run_context(self.recipe.setup()):
@@ -182,7 +182,7 @@ class HandRun:
             set_rng_states(before, self._state.device)
             raise self._out_of_memory(result)
         self._state.progress.count(result.updated, most_skipped=MOST_SKIPPED)
-        # A batch counts once its update is done; a checkpoint before this point repeats it.
+        # A batch counts as trained after its update. An earlier checkpoint repeats it.
         self._batches.used()
         self._log(result, pieces, time.perf_counter() - began)
         self._compare_again(batch, is_cut=len(pieces) > 1)
@@ -262,7 +262,7 @@ class HandRun:
                 f"The batch has {count} samples, but the global batch of this run is {whole}. Give at "
                 f"most {whole} samples."
             )
-        # A smaller last batch is cut into pieces of the usual size, so that it fits as others do.
+        # A smaller last batch is split into micro-batches of the usual size, so that it fits too.
         micro_batches = self.recipe.pieces
         pieces = pieces_of(batch, whole // micro_batches if micro_batches > 1 else None, dims)
         return [dict(piece) for piece in pieces]
@@ -271,14 +271,14 @@ class HandRun:
         """Write the batch of a step with a NaN or infinite loss to disk. Save a checkpoint from before the
         step, and raise an error.
         """
-        # Weights that a gradient hook updates come first: no checkpoint could undo them.
+        # First check for weights that a gradient hook updates, because no checkpoint could undo that.
         self._backward.raise_if_updated()
         set_rng_states(before, self._state.device)
         where = ""
         if self._checkpoints is not None:
             file = write_batch(self._checkpoints.root, self.steps + 1, [batch])
             self._checkpoints.save()
-            # The error below names this checkpoint, so it must exist by then.
+            # The error below names this checkpoint, so it must be complete by then.
             self._checkpoints.wait()
             where = f" The step's batch is in {file}, next to a checkpoint from before the step."
         raise SnugfitError(
@@ -287,7 +287,7 @@ class HandRun:
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
-        # The advice may be to cut the batch, so the effect of that on the loss is compared first.
+        # The advice may be to split the batch, so the effect of a split on the loss is compared first.
         self._recovery.job = self._step.job_with_mixing(self.job, self.model)
         smaller, why = self._recovery.replan(self.recipe, exhausted.cause)
         unplanned = f" (None could be planned: {why})" if why else ""
@@ -312,7 +312,7 @@ class HandRun:
             self._recovery.compare_again(self.recipe, self._taken, compare)
 
     def _log(self, result: StepResult, pieces: list[dict[str, Any]], seconds: float) -> None:
-        # Fetching that the backward pass hides does not delay the step.
+        # Fetching during the backward pass does not delay the step.
         stalled = 0.0 if self._step.device_was_busy else self._batches.fetching_seconds
         self._logger.note(
             step=self.steps,
@@ -321,7 +321,7 @@ class HandRun:
             learning_rate=self.optimizer.param_groups[0]["lr"],
             updated=result.updated,
             seconds=seconds,
-            # The fetch may have run before the step's clock started.
+            # Fetching may have started before the step's clock.
             stall_seconds=min(stalled, seconds),
             samples=sum(samples_in(piece, self.job.model.batch_dims) for piece in pieces),
             tokens=sum(tokens_of(piece) for piece in pieces),
@@ -380,17 +380,19 @@ class HandRun:
 
 
 TENSORS, NUMBERS = 8, 64
-"""Number of a model's tensors that are compared, and of values in each (chosen). An average, a merge or other
-weights change all or most tensors, and so few values take no time."""
+"""Numbers of compared tensors of a model, and of compared values in each (chosen). A moving average, a merge
+or other weights change all or most tensors. Reading these few values takes almost no time.
+"""
 
 
 class Stopped(SystemExit):
     """Exit between two steps, after a signal and a saved checkpoint. The exit status `code` is 75 or 130."""
 
     repeats_step = False
-    """True if the resumed run yields the last step again, because the code after it was abandoned.
+    """True if the resumed run yields the last step's batch again, because the code after that step did not
+    finish.
 
-    State that the loop saves itself, such as an average of the weights, must then date from before that step.
+    State that the loop saves itself must then be from before that step.
     """
 
 
@@ -423,11 +425,11 @@ class EvaluationWatch:
         checkpoints = self._checkpoints
         if checkpoints is None or not is_evaluation(module):
             return
-        # One look per step: later modules of this evaluation are not checked again.
+        # One check per step: later modules in this evaluation are not checked again.
         self.end()
         stopping = checkpoints.interrupts.stopping
         if stopping is not None and self._batches.can_repeat and self._is_as_the_step_left_it():
-            # The evaluation may have drawn random numbers already; the repeated one must draw the same.
+            # The evaluation may have drawn random numbers, and the repeated one must draw the same.
             restore_all_rng_states(self._generators, self._state.device)
             checkpoints.save(repeated_loss=self._loss)
             checkpoints.wait()
@@ -441,20 +443,22 @@ class EvaluationWatch:
         checkpoints.journal.tell("warning", text=text)
 
     def _is_as_the_step_left_it(self) -> bool:
-        """Return True if sampled model values and the optimizer's settings are unchanged since the last
-        step.
+        """Return True if sampled values of the model and the optimizer's settings are unchanged since the
+        last step.
         """
         import torch
 
         numbers, settings = self._left
-        # A comparison of few values waits for the device, but only after a signal.
+        # Comparing a few values makes the host wait for the device, but only after a signal.
         return torch.equal(numbers, self._numbers()) and settings == _settings(self._state.optimizer)
 
     def _numbers(self) -> torch.Tensor:
-        """Return the first values of some of the model's tensors, (at most TENSORS x NUMBERS,) of float32."""
+        """Return the first values of some of the model's tensors as one tensor: at most (TENSORS x NUMBERS,),
+        float32.
+        """
         import torch
 
-        # A row of the last dimension is contiguous in most tensors, and exists in every non-empty one.
+        # A slice along the last dimension is contiguous in most tensors, and every non-empty tensor has one.
         rows = [tensor.detach()[(0,) * (tensor.dim() - 1)] for tensor in self._tensors]
         return torch.cat([row.reshape(-1)[:NUMBERS].float() for row in rows])
 
@@ -470,7 +474,7 @@ def is_evaluation(module: Any) -> bool:
 def _sampled_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
     count = min(TENSORS, len(tensors))
-    # The indices are spread evenly, with the first and the last tensor among them.
+    # The indices are spread evenly, and include the first and the last tensor.
     return [tensors[index * (len(tensors) - 1) // max(1, count - 1)] for index in range(count)]
 
 
@@ -478,5 +482,5 @@ def _settings(optimizer: Any) -> str:
     groups = [
         {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
-    # Values may be tensors or lists, and their text compares them all.
+    # Values may be tensors or lists, which can be compared as text.
     return repr(groups)

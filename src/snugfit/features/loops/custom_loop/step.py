@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 LossOf = Callable[[Any, dict[str, Any]], Any]
-"""The type of a function of a model and a batch on the device that returns the loss, a mean over the batch's
-items."""
+"""The type of a function that returns the loss of a batch on the device, a mean over the batch's items.
+Arguments are the model and the batch.
+"""
 
 ItemsOf = Callable[[Mapping[str, Any]], float]
-"""The type of a function of a batch. It returns the number of items over which the batch's loss is a mean, or
-the sum of their weights."""
+"""The type of a function that returns the number of items, or the sum of their weights, in the mean loss of a
+batch.
+"""
 
 
 @final

@@ -101,7 +101,7 @@ def test_what_the_loop_does_after_the_step_is_done(step: int, whole: Loop, tmp_p
     assert step in cut.draws
     resumed = Loop(tmp_path)
     assert resumed.run.resume()
-    resumed.average = cut.average  # which the user must save
+    resumed.average = cut.average  # the user's code must save it
     resumed.go()
     assert {**cut.losses, **resumed.losses} == whole.losses
     assert {**cut.draws, **resumed.draws} == whole.draws

@@ -66,7 +66,7 @@ def test_it_asks_for_what_the_trainer_asks_for_and_earlier(recipe: str, tmp_path
     fitted, ours = trained(tmp_path, recipe, Asked(), max_steps=most)
     assert fitted.train_dataset.asked == data.asked
     assert all(ours.seen[step] > updates.seen[step] for step in (0, 1))
-    assert ours.seen[3] == updates.seen[3]  # an epoch's last step: the next epoch's order is not drawn yet
+    assert ours.seen[3] == updates.seen[3]  # an epoch's last step: the next order is not drawn yet
     assert ours.seen[5] == updates.seen[5]  # the run's last step
 
 

@@ -30,7 +30,7 @@ from tolerance import same_losses, same_parameters
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
 
 BY_DDP = trainer_parts(SimpleNamespace(is_fsdp_enabled=False)).refuse_sharding
-"""The check of a recipe for a Trainer without FSDP."""
+"""Function that checks a recipe for a Trainer without FSDP."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_two_processes_train_as_one_does(
     both = [result_in(tmp_path / "two", rank) for rank in range(2)]
     for result, weights in both:
         same_losses(losses_of(alone), result["losses"])
-        # The gradients of a key's bias are rounding errors, which Adam scales up to full steps.
+        # The gradients of a key's bias are rounding errors, which Adam scales to full updates.
         same_parameters(alone.model.state_dict(), weights, (2e-4, 2e-5))
     told = both[0][0]["told"]
     assert [event["samples"] for event in told if event["event"] == "step"] == [8] * 4
@@ -176,7 +176,7 @@ def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
             return super().compute_loss(*arguments, **more)
 
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), kind=Own)
-    refuse_what_processes_cannot(trainer)  # the run has one process
+    refuse_what_processes_cannot(trainer)  # the run has a single process
     launched = {
         "RANK": "1",
         "WORLD_SIZE": "2",

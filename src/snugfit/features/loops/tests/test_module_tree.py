@@ -61,7 +61,7 @@ def test_what_was_changed_since_is_seen() -> None:
     same(tree, model)
     model.classifier.weight.requires_grad_(False)
     same(tree, model)
-    model.bert.encoder.layer[1] = model.bert.encoder.layer[0]  # shared, and the old one is gone
+    model.bert.encoder.layer[1] = model.bert.encoder.layer[0]  # shared by two layers; the old one is gone
     same(tree, model)
     del model.bert.pooler.more
     same(tree, model)

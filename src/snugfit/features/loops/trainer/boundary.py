@@ -1,4 +1,4 @@
-"""The end of a step of `fit`'s Trainer: requested checkpoints, stops, and interrupted evaluations.
+"""Work at the end of a Trainer's step under `fit`: requested checkpoints, stops, and interrupted evaluations.
 
 After a step the Trainer logs, evaluates and saves, in this order, and again at an epoch's end. A signal may
 arrive during each of these. A checkpoint of the current step is then saved without waiting for an evaluation.
@@ -63,7 +63,7 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
     """
     interrupts, step = run.checkpoints.interrupts, trainer.state.global_step
     ended = run.timer.write(trainer, run.logger, run.step, figures.learning_rate)
-    if figures.learning_rate is None:  # this process had no step in the epoch
+    if figures.learning_rate is None:  # this process had no step in this epoch
         figures = run.checkpoints.state.last_figures or figures
     run.checkpoints.state.last_figures = figures
     # The Trainer calls this at the end of a step, and again at the end of its epoch.
@@ -104,7 +104,8 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
         interrupts.raise_if_stopping()
     interrupts.watch_modules(lambda module: interrupts.raise_if_stopping())
     try:
-        # The evaluation's collator may share a generator with the data, which must not advance.
+        # The evaluation's collate function may share a generator with the training data, which must not
+        # advance.
         with run.data.rng.apart():
             return go_on()
     finally:
@@ -140,7 +141,7 @@ def begin_step(trainer: Any, step: StepState) -> None:
     """
     if step.pending_micro_batches:
         trainer.model.zero_grad(set_to_none=True)
-        # The Trainer has added their losses to its sum already.
+        # The Trainer has already added the losses of the failed pass to its sum.
         loss_since_log(trainer).copy_(step.logged_loss_at_start)
         count = trainer.args.gradient_accumulation_steps
         trainer.snugfit.journal.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
@@ -159,13 +160,13 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
         return
     total, tokens = step.loss_sum, run.timer.tokens
     run.backward.raise_if_updated()
-    # One transfer for all three, because each would wait for the device.
+    # One transfer for all three scalars, because each transfer waits for the device.
     scalars = [total, torch.as_tensor(norm, device=total.device), total.new_full((), 0) + tokens]
     loss, size, count = torch.stack([scalar.float() for scalar in scalars]).tolist()
-    if run.ranks.are_many:  # one NaN makes the mean NaN, in all processes
+    if run.ranks.are_many:  # a NaN in one process makes the mean NaN in all
         loss, count = run.ranks.sum([loss / run.ranks.size, count])
     step.figures = StepFigures(loss, size, int(count))
-    has_scaler = trainer.accelerator.scaler is not None  # the scaler skips overflows
+    has_scaler = trainer.accelerator.scaler is not None  # the gradient scaler skips steps that overflow
     if math.isfinite(loss) and (has_scaler or math.isfinite(size)):
         return
     trainer.model.zero_grad(set_to_none=True)

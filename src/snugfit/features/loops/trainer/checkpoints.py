@@ -85,7 +85,7 @@ CURE = (
 
 
 SHARDING = "sharding"
-"""Key of a checkpoint's entry about the sharding of the model over processes."""
+"""Entry of a checkpoint that describes the sharding of the model over processes."""
 
 
 def train_state_of(trainer: Any) -> TrainState:
@@ -95,7 +95,7 @@ def train_state_of(trainer: Any) -> TrainState:
     optimizer = trainer.optimizer
     return TrainState(
         model=trainer.model,
-        # accelerate wraps the optimizer; the states are in torch's own.
+        # accelerate wraps torch's optimizer, which has the states.
         optimizer=getattr(optimizer, "optimizer", optimizer),
         scheduler=trainer.lr_scheduler,
         scaler=trainer.accelerator.scaler,
@@ -119,25 +119,25 @@ class TrainerCheckpoints:
         self._trainer, self.interrupts, self._journal = trainer, interrupts, journal
         self._ranks = ranks
         self.state = StateFiles(trainer, data, ranks)
-        """State besides weights and optimizer."""
+        """Object that saves and restores all state besides weights and optimizer."""
         self._store, self.root = store, store.root
         self.users_files = UsersFiles(trainer, store.root)
-        """Object that collects the files which the trainer's subclass writes into checkpoints."""
+        """Object that collects the files that the user's subclass of the trainer writes into checkpoints."""
         limit = trainer.args.save_total_limit
         self._manager = CheckpointManager(store, journal, trainer.args.device, limit=limit, ranks=ranks)
-        # Every process must draw the same order, so the first one decides its seed.
+        # Every process must draw the same order, so the first one chooses the seed.
         self._seed = ranks.first_answers(lambda: _order_seed(trainer))
         self._facts: Facts = {}
-        # The recipe may change when memory runs out; runs are compared by the requested one.
+        # The recipe may change when memory runs out, so runs are compared by the requested recipe.
         self._asked = str(trainer.snugfit.recipe)
         self._parts = trainer_parts(trainer)
         self._begun = self._is_data_noted = False
-        self._manager.is_update_checked = self._parts.is_spread  # only torch's own AdamW and SGD are sharded
+        self._manager.is_update_checked = self._parts.is_spread  # only torch's AdamW and SGD support shards
         self._goes_back = False
         self.finished: Any = None
-        """Result of `train()`, if this very run has finished before."""
+        """Result of `train()`, if an identical run has finished before; None otherwise."""
         self.resumed: Checkpoint | None = None
-        """Checkpoint from which this run was resumed."""
+        """Checkpoint from which this run was resumed; None without one."""
 
     def _about(self) -> dict[str, Any]:
         trainer, plan = self._trainer, self._trainer.snugfit
@@ -173,9 +173,9 @@ class TrainerCheckpoints:
             self._goes_back, self.state.folder = named is not None, self.resumed.folder
             about = self.resumed.about
             self._seed = about["order_seed"]
-            # A checkpoint of this step exists already, so the next save is not to write it again.
+            # A checkpoint of this step exists, so the next save need not write it again.
             self._manager.saved_step = self.resumed.step
-            if about["asked"] == self._asked != about["recipe"]:  # its memory ran out
+            if about["asked"] == self._asked != about["recipe"]:  # memory ran out
                 change_recipe(self._trainer, Recipe.parse(about["recipe"]))
         # accelerate's sampler draws each epoch's order from this seed.
         self._trainer.accelerator.dataloader_config.data_seed = self._seed
@@ -216,12 +216,12 @@ class TrainerCheckpoints:
         if self._begun:
             return
         self._begun = True
-        # All refusals precede the first renamed checkpoint.
+        # All checks must pass before the first checkpoint is renamed.
         state = train_state_of(self._trainer)
         state.ranks = self._ranks
         refuse_optimizer(state.optimizer, keeps=True)
         self._parts.check(state)
-        # The schedule exists only now; `open` could not compare it.
+        # The schedule exists only now, so that `open` could not compare it.
         self._facts |= {**optimizer_facts(state.optimizer), **schedule_facts(state.scheduler)}
         if self.resumed is not None:
             wrong = compare_facts(self.resumed.about, self._about())
@@ -257,17 +257,17 @@ class TrainerCheckpoints:
         step = trainer.state.global_step
         best = trainer.state.best_global_step or None
         if best is not None and self._ranks.first_answers(lambda: self._is_kept(best)):
-            # The Trainer names the folder only after its own save, which this one replaces.
+            # The Trainer sets the folder's name only after its own save, which this one replaces.
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         if self._manager.saved_step == step:
             return True
         self._note_data()
-        # Recovery may have changed the recipe since `open`.
+        # The recipe may have changed since `open`, when memory ran out.
         self._manager.about["recipe"] = str(trainer.snugfit.recipe)
         self._manager.save(step, lambda staging: self._take(staging, go_on), best=best)
         if not trainer.args.push_to_hub and not calls_on_save(trainer):
             return True
-        # A callback on save may read the folder, which must therefore be complete.
+        # A callback on saving may read the folder, so it must be complete.
         self.wait()
         is_kept = self._ranks.first_answers(lambda: self._manager.failure is None)
         if trainer.args.push_to_hub and is_kept and self._ranks.is_first:
@@ -275,7 +275,7 @@ class TrainerCheckpoints:
         return is_kept
 
     def _is_kept(self, step: int) -> bool:
-        """Return True if the folder has a checkpoint of this step, or the step is the current one."""
+        """Return True if the folder has a checkpoint of this step, or this is the current step."""
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
@@ -299,10 +299,10 @@ class TrainerCheckpoints:
         """
         trainer, ranks = self._trainer, self._ranks
         is_stopped = self.interrupts.stopping is not None
-        # Every process takes part, since gathering the generators needs each of them.
+        # All processes take part, because gathering their random states needs each of them.
         files = self.state.files(is_stopped=is_stopped)
         random = ranks.gather(all_rng_states(trainer.args.device)) if ranks.are_many else []
-        # A processor may be given through the collator alone.
+        # The tokenizer or processor may be given only through the collate function.
         processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         saves = hasattr(processing, "save_pretrained")
         beside: dict[str, Any] = {"files": files, "processing": processing if saves else None}
@@ -323,14 +323,16 @@ class TrainerCheckpoints:
         if not self._ranks.is_first:
             return
         state, limit = self._trainer.state, self._trainer.args.save_total_limit
-        if limit == 1 and state.best_model_checkpoint is not None:  # the best alone, as the Trainer does
+        if limit == 1 and state.best_model_checkpoint is not None:  # the Trainer then keeps the best alone
             self._store.retain(limit, {state.best_global_step}, newest=False)
         note_finished(self._trainer, self.root, self._about(), output)
 
 
 def refuse_no_checkpoint(root: Path, resume_from: str | bool | None) -> None:
-    """Raise `UsageError` for a missing checkpoint, before anything is written into `root`."""
-    # A checkpoint that was being replaced when a process ended is under `.replaced-*`.
+    """Raise `UsageError` if the checkpoint to resume does not exist, before anything is written into
+    `root`.
+    """
+    # If a process ended while it replaced a checkpoint, the old one is in `.replaced-*`.
     if resume_from is True and not [*root.glob("checkpoint-*"), *root.glob(".replaced-*")]:
         raise _no_checkpoint(root)
     if resume_from and resume_from is not True:
@@ -357,11 +359,12 @@ def _order_seed(trainer: Any) -> int:
 FINISHED_RUN = "finished.json"
 
 SAME = ("trainer", "asked", "batch_size", "samples", "length")
-"""Entries of a finished run that must be the same, besides the facts and the run's length. The number of
-processes is not compared: the run is finished for any."""
+"""Entries of a finished run's description that must be equal, besides its facts and its length. The number of
+processes is not compared.
+"""
 
 FOLDERS_OF_THIS_PROCESS: set[Path] = set()
-"""Folders of earlier runs in this process; a second `train()` there is intended to train again."""
+"""Output folders of earlier runs in this process. Another `train()` with such a folder trains again."""
 
 
 def forget_finished(root: Path) -> None:
@@ -372,15 +375,15 @@ def forget_finished(root: Path) -> None:
 
 
 def note_finished(trainer: Any, root: Path, about: Mapping[str, Any], output: Any) -> None:
-    """Store the result of `train()` in the run's folder, if a checkpoint contains its final weights."""
+    """Store the result of `train()` in the run's folder, if a checkpoint contains the final weights."""
     best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
     step = best or trainer.state.global_step
     if not (root / f"checkpoint-{step}").is_dir():
         return
-    # `pack` writes NaN and infinity, which JSON cannot have.
+    # `pack` encodes NaN and infinity, which JSON does not support.
     state, _ = pack({"state": asdict(trainer.state), "loss": output.training_loss, "metrics": output.metrics})
     document = {"about": {**about, "length": _length(trainer)}, "checkpoint": step, "result": state}
-    with suppress(OSError):  # a full disk: the next start resumes the last checkpoint
+    with suppress(OSError):  # the disk may be full; the next start then resumes the last checkpoint
         write_document(root / FINISHED_RUN, document)
 
 
@@ -401,11 +404,11 @@ def finished_output(
         return None
     result, weights = finished
     parts = trainer_parts(trainer)
-    # The weights are spread first, since each process loads its own parts.
+    # The model is sharded first, because each process loads its own shards.
     parts.spread_model()
     parts.load_weights(trainer.model, weights, ranks)
     trainer.state = TrainerState(**result["state"])
-    # The stored state contains callbacks' states as well, which the Trainer restores only while it resumes.
+    # The stored state has the states of callbacks too, which the Trainer restores only when it resumes.
     restore_callbacks(trainer)
     return TrainOutput(trainer.state.global_step, result["loss"], result["metrics"])
 
@@ -433,7 +436,7 @@ def _finished_run(
         result: dict[str, Any] = unpack(document["result"], {}, torch.device("cpu"))
         TrainerState(**result["state"])
         return result, verify(root / f"checkpoint-{step}", step).folder
-    # Any fault of this file only means that the run is resumed from its last checkpoint.
+    # If this file is invalid, the run is resumed from its last checkpoint instead.
     except (BadDocument, OSError, LookupError, TypeError, ValueError, AttributeError, SnugfitError):
         return None
 
@@ -448,7 +451,7 @@ def _is_newest_requested(root: Path, resume_from: str | bool | None) -> bool:
         return root.resolve() not in FOLDERS_OF_THIS_PROCESS
     if isinstance(resume_from, bool):
         return resume_from
-    # Any other path than the newest continues training from there.
+    # If the path is not the newest checkpoint, training continues from it.
     newest = get_last_checkpoint(root)
     return newest is not None and Path(resume_from).resolve() == Path(newest).resolve()
 
@@ -475,21 +478,24 @@ FREE = frozenset({
     "bf16_full_eval", "fp16_full_eval", "parallelism_config", "deepspeed", "predict_with_generate",
     "dataset_num_proc", "generate_during_eval", "activation_offloading",
     "per_device_eval_batch_size", "distributed_state", "deepspeed_plugin",
-    # work of a loader, without effect on its order
+    # a loader's work that does not change the order of samples
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
 })  # fmt: skip
-"""`TrainingArguments` that may differ on resuming: without effect on a step's results, or compared
-elsewhere."""
+"""Names of `TrainingArguments` that may differ on resuming. They have no effect on a step's results, or are
+compared elsewhere.
+"""
 
 FREE_BEGINNINGS = (
     "eval_", "save_", "log_", "logging_", "hub_", "trackio_", "ddp_", "fsdp", "torch_compile", "do_", "push_",
     "generation_", "torchdynamo", "ray_", "past_", "tpu_", "xla", "mp_",
 )  # fmt: skip
-"""Prefixes of the names of further `TrainingArguments` that may differ on resuming."""
+"""Name prefixes of further `TrainingArguments` that may differ on resuming."""
 
 OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
-"""Arguments that may be added or removed, but not changed: the best value so far is of that metric."""
+"""`TrainingArguments` that may be added or removed on resuming, but not changed, because the best value so
+far depends on them.
+"""
 
 
 def run_facts(trainer: Any) -> Facts:
@@ -535,8 +541,8 @@ def _arguments(trainer: Any) -> Facts:
         and not name.startswith((*FREE_BEGINNINGS, "_"))
         and (value is not None or name not in OF_THE_BEST_MODEL)
     }
-    if not brings_optimizer(trainer):  # so that it is refused before any weight is restored
-        # `_fused` names another kernel of the same optimizer.
+    if not brings_optimizer(trainer):  # so that the optimizer is refused before any weight is restored
+        # The suffix `_fused` only selects another kernel of the same optimizer.
         given["optim"] = getattr(args.optim, "value", args.optim).removesuffix("_fused")
     accelerators = vars(args.accelerator_config) if hasattr(args.accelerator_config, "__dict__") else {}
     given["accelerator_config"] = accelerators

@@ -41,9 +41,9 @@ from snugfit.training.recovery import cut_warning
 
 
 def say(event: Event) -> None:
-    """Print the warnings and changes of a recipe, one line each. It is the default callback of `fit`."""
+    """Print the warnings and changes of a recipe, one line for each. It is the default callback of `fit`."""
     if text := event.get("text"):
-        with suppress(OSError):  # a closed terminal: the run continues to its checkpoint
+        with suppress(OSError):  # the terminal is closed, and the run continues until its checkpoint
             print(f"snugfit: {escape_controls(text)}", flush=True)
 
 
@@ -70,7 +70,7 @@ def fit(
     Nothing has changed then.
     """
     if isinstance(recipe, str):
-        recipe = Recipe.parse(recipe)  # a misspelt one is refused before any data is read
+        recipe = Recipe.parse(recipe)  # a wrong recipe is refused before any data is read
     refuse_what_cannot_be_fitted(trainer)
     if recipe is None:
         refuse_optim_without_package(trainer)
@@ -88,11 +88,11 @@ def fit(
     if pieces > 1:
         samples = several_samples(trainer, job)
         before, job = job, compared_job(trainer, job, samples, pieces=pieces)
-        is_own = Slot.BATCHING in chosen.user_slots  # layers that mix samples then do so with any Trainer
+        is_own = Slot.BATCHING in chosen.user_slots  # layers that mix samples do so in any Trainer
         for warning in cut_warning(job, chosen.recipe) if job is not before or not is_own else ():
             journal.tell("warning", text=warning["text"])
     if not isinstance(trainer, FittedTrainer):
-        # The object stays the user's, because the script and callbacks refer to it.
+        # The object stays the same, because the user's script and callbacks refer to it.
         trainer.__class__ = fitted_class(type(trainer))
     trainer.snugfit = FitPlan(
         job=job,

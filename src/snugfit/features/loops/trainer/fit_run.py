@@ -57,31 +57,35 @@ class FitRun:
     recovery: Recovery
     timer: StepTimer
     data: DataPosition
-    """Position of the run in its data."""
+    """Object that counts trained batches and restores the position in the data."""
 
     prefetcher: Prefetcher[Any] | None = None
-    """Fetches the micro-batches of the next step, with the Trainer's count of their items."""
+    """Object that fetches the next step's micro-batches, with the Trainer's count of their items; None before
+    the first epoch of a run.
+    """
 
     epoch_iterator: Any = None
-    """The Trainer's iterator over the current epoch, which yields the micro-batches."""
+    """The Trainer's iterator over the micro-batches of the current epoch; None before the first epoch of a
+    run.
+    """
 
     ranks: Ranks = ALONE
-    """This process among those that train together."""
+    """The processes that train together, and this process's rank."""
 
     ignored_keys: list[str] | None = None
-    """The user's `ignore_keys_for_eval` of `train()`."""
+    """The argument `ignore_keys_for_eval` that the user gave to `train()`."""
 
     last_boundary: int | None = None
-    """The step that ended last; a second end of the same step is an epoch's end."""
+    """Number of the step that ended last. A second end of the same step is the end of an epoch."""
 
     is_stopped: bool = False
-    """True after a stop by a signal at that step, so that the Trainer leaves the epoch."""
+    """True after a stop signal at that step. The Trainer then leaves the epoch."""
 
     tree: ModuleTree | None = None
-    """The modules of the trainer's model, without its wrappers."""
+    """Tree of the modules of the trainer's model, without wrappers."""
 
     steps: int = 0
-    """Number of started steps."""
+    """Number of optimizer steps that have started."""
 
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
@@ -123,12 +127,12 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
             )
             yield trainer.snugfit_run
         finally:
-            checkpoints.wait()  # no writes after the folder is unlocked
+            checkpoints.wait()  # no process may write after the folder is unlocked
             trainer.snugfit_run = None
 
 
 def _recovery(trainer: Any, journal: Journal) -> Recovery:
-    """Return the `Recovery` that chooses a recipe with which this trainer continues when memory runs out."""
+    """Return the object that chooses the next recipe when memory runs out in this trainer's run."""
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
@@ -151,22 +155,24 @@ class FitPlan:
     job: Job
     recipe: Recipe
     user_slots: frozenset[Slot]
-    """Slots that stay under the user's control."""
+    """Slots (choices of a recipe) that stay as the user configured them."""
 
     journal: Journal
-    """The journal, which sends events to `watch`, and to the run's folder during `train()`."""
+    """The training log. It sends events to `watch`, and during `train()` also to the run's folder."""
 
     compare_code: bool = True
-    """True if a run is resumed only with unchanged code."""
+    """True if a run is resumed only if the user's code is unchanged."""
 
     samples: Mapping[str, Any] | None = None
-    """A host batch for comparisons during a run; None if the job's example serves."""
+    """A batch on the host for comparisons of losses during a run; None uses the job's example."""
 
     loss: LossTraits = field(default_factory=LossTraits)
-    """Properties of the model's loss."""
+    """Properties of the model's loss function."""
 
     max_rows: int | None = None
-    """Most samples of each piece, if the loader's micro-batches are split again after memory ran out."""
+    """Largest number of samples in a forward pass, if micro-batches are split further after memory ran out;
+    None otherwise.
+    """
 
     def cut_finer(self, recipe: Recipe) -> FitPlan:
         """Return a copy of this plan with a recipe that splits the loader's micro-batches further."""
@@ -177,11 +183,11 @@ class FitPlan:
 
 
 KNOWN = ("torch.nn.modules.module", "transformers.modeling_utils")
-"""Files of libraries whose methods may be replaced. A model with its own method keeps it."""
+"""Modules of libraries whose methods may be replaced. A method that the model overrides is kept."""
 
 _WALKS = ("parameters", "named_parameters", "modules", "named_modules")
 USED_BY = {"train": ("train",), "parameters": _WALKS, "num_parameters": ("num_parameters", *_WALKS)}
-"""The methods that each replaced method calls itself."""
+"""Names of the methods that each replaced method calls. All of them must be the library's."""
 
 _VALUES = methodcaller("values")
 _IS_TRAINING = attrgetter("training")
@@ -227,7 +233,7 @@ class ModuleTree:
     def _all_parameters(self) -> list[nn.Parameter]:
         self.modules()
         parameters = dict.fromkeys(chain.from_iterable(map(_VALUES, self._parameter_dicts)))
-        parameters.pop(None, None)  # the bias of a layer without one is None
+        parameters.pop(None, None)  # a layer without a bias has None here
         return list(parameters)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

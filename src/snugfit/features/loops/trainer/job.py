@@ -18,7 +18,7 @@ from snugfit.job.model import Model
 from snugfit.step.checkpointing import copy_without_data
 
 SAMPLES = 16
-"""Number of samples from which those of the comparison are chosen, if the global batch has as many."""
+"""Number of samples to choose from for the comparison of losses, if the global batch has as many."""
 
 
 def job_of(trainer: Any, dims: BatchDims | None = None) -> Job:

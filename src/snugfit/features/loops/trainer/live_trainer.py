@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 LOGGED = {"loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged"}
-"""Fields of a trainer's losses for its next log, by our names."""
+"""The Trainer's attributes for losses since its last log, by snugfit's names."""
 
 ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""Attributes that `Accelerator.prepare` leaves on a model."""
+"""Attributes that `Accelerator.prepare` sets on a model."""
 
 
 def logged_losses(trainer: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def average_losses_over_all_steps(trainer: Any) -> None:
     5.19 on transformers divides by the steps of this call, before by all.
     """
     steps = trainer.state.global_step
-    divisor = max(steps - getattr(trainer, "_initial_global_step", 0), 0.001)  # as transformers has it
+    divisor = max(steps - getattr(trainer, "_initial_global_step", 0), 0.001)  # the formula of transformers
     mean = (trainer._total_loss_scalar + trainer._tr_loss.item()) / max(steps, 0.001)
     trainer._tr_loss.zero_()
     trainer._total_loss_scalar = mean * divisor
@@ -56,8 +56,8 @@ def trainer_shifts_labels(trainer: Any) -> bool:
 
 
 def weigh_losses_ourselves(trainer: Any) -> None:
-    """Stop the trainer from dividing each micro-batch's loss by their number, because snugfit weights the
-    losses.
+    """Stop the trainer from dividing the loss of each micro-batch by their number, because snugfit weights
+    the losses.
     """
     trainer.current_gradient_accumulation_steps = 1
 
@@ -72,7 +72,7 @@ def replace_model(trainer: Any, model: Any) -> None:
     if trainer.model is model:
         return
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
-    # These columns are from the signature of the old model's forward pass.
+    # These columns come from the signature of the old model's `forward`.
     trainer._signature_columns = None
 
 
@@ -85,7 +85,7 @@ def set_arguments(trainer: Any, changes: Mapping[str, Any]) -> None:
         _set_precision(trainer, "bf16" if changes["bf16"] else "fp16" if changes["fp16"] else "no")
     for name, value in changes.items():
         if name not in ("bf16", "fp16"):
-            # After `__post_init__`, `optim` is a member of an enumeration.
+            # After `__post_init__`, `optim` is an enum member.
             setattr(args, name, type(args.optim)(value) if name == "optim" else value)
     if "per_device_train_batch_size" in changes:
         trainer._train_batch_size = args.train_batch_size
@@ -103,7 +103,7 @@ def _set_precision(trainer: Any, mixed: str) -> None:
     trainer.model_wrapped = trainer.model
     args.bf16, args.fp16, args.mixed_precision = mixed == "bf16", mixed == "fp16", mixed
     AcceleratorState._reset_state()
-    if PartialState._shared_state.get("distributed_type") == DistributedType.FSDP:  # it made that of GPUs
+    if PartialState._shared_state.get("distributed_type") == DistributedType.FSDP:  # it was MULTI_GPU before
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer.create_accelerator_and_postprocess()
 
@@ -119,7 +119,7 @@ def bare_model(model: Any) -> Iterator[None]:
     `Accelerator.prepare`.
     """
     put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
-    if put and "_original_forward" not in put and "forward" in put:  # the user's own
+    if put and "_original_forward" not in put and "forward" in put:  # replaced by the user
         model.__dict__["forward"] = put["forward"]
     try:
         yield
@@ -138,7 +138,7 @@ def without_loader_record(trainer: Any) -> Iterator[None]:
             dataloader_prefetch_factor=None,
             dataloader_persistent_workers=False,
         ),
-        # The copy receives the new loaders, so accelerate's own list stays as it was.
+        # The copy of the list records the new loaders, so that accelerate's own list does not change.
         patch.object(accelerator, "_dataloaders", list(accelerator._dataloaders)),
     ):
         yield

@@ -39,13 +39,13 @@ class LossTraits:
     """
 
     uses_item_count: bool | None = None
-    """True if the loss depends on `num_items_in_batch`."""
+    """True if the loss depends on the argument `num_items_in_batch`; None until it is computed."""
 
     shifts_labels: bool | None = None
-    """True if the model shifts its labels by one."""
+    """True if the model compares logits with the label of the next token; None until it is computed."""
 
     corrected: bool = False
-    """True after the warning that snugfit corrects transformers' error with this loss."""
+    """True after the warning that snugfit corrects an error of transformers in this loss."""
 
 
 def share_of(trainer: Any, step: StepState, piece: Mapping[str, Any], index: int) -> float | torch.Tensor:
@@ -127,7 +127,7 @@ def _tracked_tensor() -> type[Any]:
             for value in (*arguments, *(keywords or {}).values()):
                 if isinstance(value, cls):
                     value.used.append(True)
-            # Otherwise the computation of a result would record further uses.
+            # Otherwise further computation with the result would be recorded as uses.
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **(keywords or {}))
 
@@ -151,7 +151,7 @@ def depends_on_item_count(trainer: Any, model: Any, inputs: Mapping[str, Any], i
     import torch
 
     tracked = track_use(torch.as_tensor(items))
-    # A forward pass may change running statistics.
+    # A forward pass may change buffers, such as running statistics.
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with preserve_rng(trainer.args.device), torch.no_grad():
         model(**inputs, num_items_in_batch=tracked)
@@ -171,7 +171,7 @@ def problem_of_model_loss(
     """
     traits, job = trainer.snugfit.loss, trainer.snugfit.job
     if trainer.label_smoother is not None or job.mixes_samples or job.unclear_cut:
-        return ""  # it divides by num_items_in_batch itself, or another warning covers this
+        return ""  # the loss divides by num_items_in_batch itself, or another warning covers it
     per_micro_batch = not trainer.model_accepts_loss_kwargs or items is None
     if not per_micro_batch and traits.uses_item_count is None:
         traits.uses_item_count = depends_on_item_count(trainer, model, inputs, items)

@@ -40,13 +40,13 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)
     what = f"Memory ran out in step {number} ({cause}). The step is repeated with the recipe"
     _go_on(trainer, run, exhausted, number, what)
-    # The repeated step draws the same random numbers as the failed one.
+    # The repeated step uses the same random numbers as the failed one.
     set_rng_states(run.step.rng_at_step_start, trainer.args.device)
 
 
 def go_on_with_less(trainer: Any, run: FitRun) -> None:
-    """Switch to a recipe with less memory, if there is one, after a step that was slow because of repeated
-    out-of-memory retries.
+    """Switch to a recipe with less memory, if there is one. It is called after a step that was slow because
+    the allocator often had to free its cache.
     """
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
     what = (

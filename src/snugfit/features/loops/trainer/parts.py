@@ -31,7 +31,7 @@ class TrainerParts:
     """
 
     word = "ddp"
-    """Word in a checkpoint for the kind of sharding."""
+    """Name of the kind of sharding in a checkpoint."""
 
     is_spread = False
     """True if each process has only a part of the weights during training."""

@@ -35,11 +35,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
-"""Slots that a plan for a live trainer leaves unchanged.
+"""Slots (choices of a recipe) that a plan for a live trainer leaves unchanged.
 
-The model has its adapters and its attention, and the process has already allocated. It is unknown if the
-user's dataset supports workers. It is also unknown if it yields batches of one length, for which layers are
-compiled once.
+The model already has its adapters and attention, and the process has already allocated memory. It is unknown
+if the dataset supports workers, and if its batches have one length, for which layers are compiled once.
 """
 
 
@@ -48,16 +47,18 @@ class Chosen:
     """A recipe for a trainer, with the slots (choices of the recipe) that keep the user's settings."""
 
     recipe: Recipe
-    """The recipe, as far as the notation can express the settings."""
+    """The recipe, as far as recipes can express the trainer's settings."""
 
     user_slots: frozenset[Slot] = frozenset()
-    """Slots that stay under the user's control, even if the recipe cannot express their settings."""
+    """Slots (choices of a recipe) that stay as the user configured them, even if no recipe can express the
+    settings.
+    """
 
     default_optimizer: bool = False
-    """True for the default optimizer of `TrainingArguments`, without a name given."""
+    """True if `TrainingArguments` use their default optimizer without naming it."""
 
     says: str = ""
-    """Sentence with the reason for the recipe."""
+    """Sentence with the reason for this recipe."""
 
 
 def choose(
@@ -94,7 +95,7 @@ def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
     where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
         raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
-    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer's own stays, whichever it is
+    recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer keeps its own sharding
     says = f"{where}. The trainer keeps its own settings, '{recipe}'"
     return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
 
@@ -141,7 +142,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     default = {Slot.OPTIMIZER} if own.default_optimizer else set()
     whole = (
         {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
-    )  # the user's batching stays where a split is wrong or unclear
+    )  # the user's batch stays whole if splitting it would be wrong or is unclear
     unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")

@@ -120,7 +120,7 @@ def ranks_of(trainer: Any) -> Iterator[Ranks]:
 
 def shares_of_all(batches: Sequence[Any], device: torch.device, ranks: Ranks, **counting: Any) -> Any:
     """Return the loss weights (n,) of this process's micro-batches: their fraction of all labels, times the
-    processes.
+    number of processes.
 
     They stay on the device, without synchronization.
     """
@@ -152,7 +152,7 @@ def with_some_item(batch: Mapping[str, Any], share: torch.Tensor) -> Mapping[str
         if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
             continue
         changed[name] = labels.clone()
-        # A shift drops the first label and never the last. `where` does not wait for the share.
+        # Shifting drops the first label and never the last one. `where` does not make the host wait.
         last = changed[name][..., -1]
         changed[name][..., -1] = torch.where(share > 0, last, torch.zeros_like(last))
     return {**batch, **changed} if changed else batch

@@ -64,8 +64,8 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
 
 
 def _switched_on(args: Any) -> Iterator[str]:
-    """Yield each argument in `TrainingArguments` that turns on other kernels or a compiler, with snugfit's
-    technique for it.
+    """Yield each argument in `TrainingArguments` that turns on other kernels or a compiler, with the
+    equivalent technique of snugfit.
     """
     for slot in (Slot.KERNELS, Slot.ENGINE):
         for name in roster.plain(slot).counterparts[0].arguments:
@@ -94,7 +94,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     own = _value_of(args, "optim") if Slot.OPTIMIZER in user_slots else None
     trainer_parts(trainer).refuse_recipe(setup, optimizer="" if brings else own)
     reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
-    if any(getattr(args, name, False) for name in NAMES):  # even if no recipe expresses it
+    if any(getattr(args, name, False) for name in NAMES):  # applies even if no recipe has it
         reasons += dropped_prefix(job) if Slot.CHECKPOINTING in user_slots else ()
     refuse(live, "trainer", [*reasons, *objections(live, setup, user_slots)])
     changes = training_arguments(setup, job, args.device, unchanged)
@@ -145,8 +145,8 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
 
 
 def _own_switch_off(args: Any) -> dict[str, Any]:
-    """Return the arguments that turn off the Trainer's checkpointing. It cannot select layers, so snugfit
-    wraps them instead.
+    """Return arguments that turn off the Trainer's checkpointing, which cannot select layers. snugfit wraps
+    the layers instead.
     """
     return {name: False for name in NAMES if hasattr(args, name)}
 
@@ -203,7 +203,7 @@ def refuse_optim_without_package(trainer: Any) -> None:
     The Trainer would import the package only in `train()`, after reading the data.
     """
     name = _value_of(trainer.args, "optim")
-    # A refused one has an error of its own.
+    # A refused optimizer has an error of its own.
     if brings_optimizer(trainer) or trainer.optimizer is not None or _reason_against(name):
         return
     try:
@@ -233,7 +233,7 @@ def optimizer_for(trainer: Any, wish: OptimizerWish) -> Any:
     decaying = set(trainer.get_decay_parameter_names(model))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # As an index, True is the second group, without decay.
+            # Used as an index, True is the second group, which has no weight decay.
             groups[name not in decaying]["params"].append(parameter)
     betas = (args.adam_beta1, args.adam_beta2)
     numbers = known_numbers(wish, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon})

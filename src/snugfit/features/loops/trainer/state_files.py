@@ -33,12 +33,14 @@ EXTRA_STATE = "fit.json"
 TRAINER_STATE = "trainer_state.json"
 
 OF_OTHERS = "others"
-"""Key of the states of the processes after the first, by rank."""
+"""Entry with the states of all processes but the first, by rank."""
 
 
 @final
 class StateFiles:
-    """Writes and reads the random states and the data position in a checkpoint, for one call of `train()`."""
+    """Writes and reads the training state of a checkpoint in addition to weights and optimizer, for one call
+    of `train()`.
+    """
 
     def __init__(self, trainer: Any, data: DataPosition, ranks: Ranks = ALONE) -> None:
         self._trainer, self._data, self._ranks = trainer, data, ranks
@@ -48,9 +50,9 @@ class StateFiles:
         self._generators: dict[str, Any] | None = None
         self._restored = False
         self.folder: Path | None = None
-        """The resumed checkpoint; None without one."""
+        """Folder of the resumed checkpoint; None without one."""
         self.last_figures: StepEnd | None = None
-        """Figures of the last log line about the step before it."""
+        """Figures of the last step for the next log line; None before the first step."""
 
     @property
     def _device(self) -> torch.device:
@@ -86,7 +88,7 @@ class StateFiles:
 
     def note_before_evaluation(self) -> None:
         """Copy the values of the trainer's state that an evaluation changes, before it starts."""
-        # The Trainer adds its count of operations to its state only now and then.
+        # The Trainer only sometimes adds its count of operations to its state.
         self._trainer.store_flos()
         self._before_evaluation = self._state_text(), all_rng_states(self._device)
 
@@ -111,12 +113,12 @@ class StateFiles:
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
             after_first = extra.get(OF_OTHERS, [])
             processes = 1 + len(after_first)
-            if processes != self._ranks.size:  # all continue from the first's position and the mean loss
+            if processes != self._ranks.size:  # continue from the first one's position
                 extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
             elif self._ranks.rank:
                 extra |= after_first[self._ranks.rank - 1]
             if (extra["data"]["rows"], processes) != (rows, self._ranks.size):
-                extra["data"]["last"] = None  # no batch has this size any more
+                extra["data"]["last"] = None  # batches have another size now
             extra["processes"] = processes
         return extra
 
@@ -138,7 +140,7 @@ class StateFiles:
 
     @property
     def ends(self) -> bool:
-        """True if a callback ended the training at this step of the resumed run, before its last one."""
+        """True if a callback ended the resumed run's training at this step, before its last step."""
         return bool(self._extra_state.get("ends"))
 
     @contextlib.contextmanager
@@ -159,7 +161,7 @@ class StateFiles:
                     restore_frozen(state._trainer.model, state.folder)
 
         callback = RestoreFrozen()
-        # A callback that is added last runs after the user's own.
+        # A callback that is added last runs after those of the user.
         self._trainer.add_callback(callback)
         try:
             yield
@@ -177,7 +179,7 @@ class StateFiles:
         self.last_figures = StepEnd(*self._extra_state.get("figures") or (None, None))
         restore_logged_losses(self._trainer, self._extra_state)
         self._restore_rng(self.folder)
-        if self.position is None or self.position[1]:  # a starting epoch may freeze and unfreeze
+        if self.position is None or self.position[1]:  # the start of an epoch may freeze and unfreeze weights
             restore_frozen(self._trainer.model, self.folder)
         data: dict[str, Any] = self._extra_state["data"]
         return data

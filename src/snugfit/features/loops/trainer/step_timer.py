@@ -40,11 +40,11 @@ def logger_for(trainer: Any, journal: Journal) -> StepLogger:
     predict = predict_nothing if unknown else run_predictor(device)
 
     def predict_run(job: Job, recipe: Recipe) -> RunAnswer | Future[RunAnswer]:
-        # Starting a prediction must not advance the generators of the training.
+        # Starting a prediction must not advance the random generators of the training.
         with preserve_rng(device):
             return predict(job, recipe)
 
-    every = round(trainer.args.logging_steps)  # below 1 it is a share of all steps
+    every = round(trainer.args.logging_steps)  # a value below 1 is a share of all steps
     logger = StepLogger(journal, device, every=max(1, every), predict=predict_run)
     logger.restart(trainer.snugfit.job, trainer.snugfit.recipe)
     logger.watch_retries()
@@ -62,8 +62,9 @@ class StepTimer:
         self._began = self._stalled = 0.0
         self._samples, self._processes = 0, processes
         self.tokens: torch.Tensor | int = 0
-        """Number of tokens of the step, a scalar on the batch's device; it is read together with the loss
-        (`boundary.py`)."""
+        """Number of tokens in the step, as a scalar on the batch's device. The host reads it together with
+        the loss (`boundary.py`).
+        """
         self._unwritten = False
 
     def begin(self) -> None:
@@ -80,7 +81,7 @@ class StepTimer:
         """Context whose duration counts as time for loading micro-batches."""
         began = time.perf_counter()
         yield
-        # A fetch delays nothing while the device still computes.
+        # Fetching a batch delays nothing while the device is still computing.
         if self._launched is None or self._launched.query():
             self._stalled += time.perf_counter() - began
 
@@ -131,34 +132,34 @@ class StepState:
     """The step's micro-batches, as the loader yields them."""
 
     micro_batch_index: int = 0
-    """Number of started micro-batches."""
+    """Number of micro-batches of this step that have started."""
 
     item_counts: list[int] = field(default_factory=list)
     """Number of items in each micro-batch, once counted."""
 
     shares: torch.Tensor | None = None
-    """Weights of the micro-batches, (n,) on the device, when several processes share one batch."""
+    """Weight of each micro-batch in the loss, (n,) on the device, if several processes share one batch."""
 
     share: float | torch.Tensor | None = None
-    """Weight of the current micro-batch's loss among the batch's items; None in an evaluation."""
+    """Weight of the current micro-batch's loss in the step's loss; None in an evaluation."""
 
     loss_sum: torch.Tensor | None = None
     """Sum of the weighted losses of the micro-batches so far, a scalar on the device."""
 
     pending_micro_batches: int = 0
-    """Micro-batches of a started step without an update so far; 0 without such a step."""
+    """Number of micro-batches that have started since the last update; 0 between steps."""
 
     rng_at_step_start: tuple[torch.Tensor, ...] = ()
-    """States of the generators of a forward pass at the start of the step."""
+    """States of the random generators that forward passes use, at the start of the step."""
 
     logged_loss_at_start: torch.Tensor | None = None
     """Sum of the Trainer's losses since its last log, at the start of the step, a scalar on the device."""
 
     figures: StepFigures | None = None
-    """Figures of the step; None before the end of its last micro-batch."""
+    """Loss, gradient norm and number of tokens of the step; None before the end of its last micro-batch."""
 
     def following(self, batches: list[Any]) -> StepState:
-        """Return the state for the next step, which trains on these micro-batches."""
+        """Return the state for the next step, which trains on the given micro-batches."""
         return StepState(
             batches=batches,
             pending_micro_batches=self.pending_micro_batches,

@@ -52,7 +52,7 @@ from snugfit.training.run.trained import FINISHED, STOPPED
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # `fitted_class` adds the real one as a base
+    Trainer = object  # at run time, `fitted_class` adds the user's class as a base
 
 
 def fitted_class(own: type[Any]) -> type[Any]:
@@ -65,7 +65,9 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
     """Methods that override those of the user's Trainer, so that it trains under a recipe."""
 
     snugfit: FitPlan
-    """Job, recipe and journal of the trainer; replaced by those of another recipe when memory runs out."""
+    """Job, recipe and training log of the trainer. They are replaced by those of another recipe when memory
+    runs out.
+    """
 
     snugfit_run: FitRun | None
     """The state of the running `train()` call; None outside of one."""
@@ -89,7 +91,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         set_process(setup, self.args.device)
         with (
             run_context(setup, self.snugfit.user_slots),
-            # The Trainer's filter would hide NaN losses. Stateful callbacks continue like the run.
+            # The Trainer's filter would hide NaN losses. Stateful callbacks keep their state on resuming.
             patch.multiple(
                 self.args, logging_nan_inf_filter=False, restore_callback_states_from_checkpoint=True
             ),
@@ -98,11 +100,11 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         ):
             if run.checkpoints.finished is not None:
                 return run.checkpoints.finished
-            # Two arguments follow `resume_from_checkpoint`: `trial` and this one.
+            # `trial` and this argument follow `resume_from_checkpoint`.
             run.ignored_keys = keywords.get("ignore_keys_for_eval", (*arguments, None, None)[1])
             resumed, done = run.checkpoints.resumed, None
             with _name_memory_errors(self), run.checkpoints.state.train_begin_freezes_nothing():
-                with contextlib.suppress(EvaluationStopped):  # before the first step
+                with contextlib.suppress(EvaluationStopped):  # stopped before the first step
                     done = super().train(str(resumed.folder) if resumed else None, *arguments, **keywords)
             stopped = run.checkpoints.interrupts.stopping
             outcome = FINISHED if stopped is None else STOPPED
@@ -168,11 +170,11 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                 exhausted = memory_cause(error), str(error)
                 if exhausted[0] is None:
                     raise
-            # Out here the traceback no longer keeps the tensors of the failed pass alive.
+            # Outside of the except block, the traceback no longer keeps tensors of the failed pass alive.
             if exhausted is None:
                 break
             retry_step(self, run, str(exhausted[0]), exhausted[1])
-            # The gradients of the earlier micro-batches were dropped too, so all are repeated.
+            # The gradients of earlier micro-batches were dropped too, so all micro-batches are repeated.
             step.loss_sum, todo = None, step.batches[: step.micro_batch_index]
         before, step.loss_sum = step.loss_sum, losses if step.loss_sum is None else step.loss_sum + losses
         return losses if before is not None or given is None else losses - given
@@ -206,7 +208,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         if self.snugfit_run is None or self.snugfit_run.step.share is None:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         step, share, plan = self.snugfit_run.step, self.snugfit_run.step.share, self.snugfit
-        # from here on the user's code inspects the model
+        # from here on, the user's code may inspect the model
         self.snugfit_run.tree_of(self.model).withdraw()
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
@@ -245,7 +247,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         Meanwhile the host loads the next batch, until the device has computed the norm.
         """
         norm, run = super()._get_grad_norm(*arguments, **keywords), self._fit_run
-        norm = tensor_parts().whole(norm)  # of weights in parts, each process has its part of it
+        norm = tensor_parts().whole(norm)  # with sharded weights, each process has a part of the norm
         last = self.state.global_step + 1 >= self.state.max_steps
         if run.prefetcher and not last and not self.accelerator.gradient_state.end_of_dataloader:
             run.timer.record_launched()
@@ -268,7 +270,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         epoch, begins_at = keywords["epoch"], keywords["epochs_trained"]
         skipped = keywords["steps_trained_in_current_epoch"] if epoch == begins_at else 0
         loader = self._begin_epoch(keywords.pop("train_dataloader"), epoch, skipped)
-        # The loader starts at the run's position already, so accelerate must not skip batches again.
+        # The loader already starts at the run's position, so accelerate must not skip batches.
         with patch.object(transformers.trainer, "skip_first_batches", _skip_nothing):
             return super()._run_epoch(*arguments, train_dataloader=loader, **keywords)
 
@@ -288,12 +290,12 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         if saved is not None and self._is_at_its_end():
             self._report_finished()
             self.control.should_training_stop = True
-            run.data.resume(saved)  # no batch is created again before the work of an epoch's end
+            run.data.resume(saved)  # no batch may be loaded again before the work at an epoch's end
             return ()
         return loader
 
     def _is_at_its_end(self) -> bool:
-        """Return True if a resumed run has already taken all of its steps."""
+        """Return True if a resumed run has already finished all of its steps."""
         ends = self.control.should_training_stop or self._fit_run.checkpoints.state.ends
         return ends or self.state.global_step >= self.state.max_steps
 
@@ -336,7 +338,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.store_flos()
         handler: dict[str, Any] = self.callback_handler.__dict__
         handler.pop("on_save", None)
-        # An attribute of the instance hides the method of its class until the next save.
+        # An attribute of the instance replaces the class's method until the next save.
         if not self._fit_run.checkpoints.save(partial(super()._save_checkpoint, *arguments, **keywords)):
             handler["on_save"] = lambda args, state, control: control
 
@@ -374,7 +376,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         The mean loss covers all steps, including those before a resume.
         """
         run = self._fit_run
-        if (saved := run.checkpoints.state.restore()) is not None:  # no epoch was left
+        if (saved := run.checkpoints.state.restore()) is not None:  # no epoch was left to train
             run.data.watch(self.callback_handler.train_dataloader)
             run.data.resume(saved)
             repeat_evaluation(self, run)

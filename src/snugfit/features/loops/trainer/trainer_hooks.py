@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 
 class StepEnd(NamedTuple):
-    """Loss and gradient norm of the last step before a log line. Each is None if this process has run no
-    step.
+    """Gradient norm and learning rate of the last step before a log line. Each is None if this process has
+    run no step.
     """
 
     norm: Any
-    """Gradient norm: a number, or a scalar tensor on the device."""
+    """Gradient norm of the step: a number, or a scalar tensor on the device."""
 
     learning_rate: float | None
 

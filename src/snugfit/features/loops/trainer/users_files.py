@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from snugfit.training.checkpoint.state import Snapshot
 
 OWN_WEIGHTS = "snugfit"
-"""Folder in a checkpoint for the run's weights, if the user's subclass also writes weights."""
+"""Folder in a checkpoint for the run's weights, if the user's subclass of the trainer also writes weights."""
 
 SAVES_MODEL = ("_save", "save_model")
 
 
 def weights_folder(checkpoint: Path) -> Path:
     """Return the folder of the weights in a checkpoint of a Trainer under `fit`."""
-    own = checkpoint / OWN_WEIGHTS  # or an adapter of that name, next to the model's state
+    own = checkpoint / OWN_WEIGHTS  # or an adapter with this name, next to the model's state
     return own if own.is_dir() and not has_model_state(checkpoint) else checkpoint
 
 
@@ -42,23 +42,23 @@ class CollectedFiles:
     """The files of a checkpoint in a temporary folder, written by snugfit and the user's Trainer subclass."""
 
     step: int
-    """Number of finished optimizer steps."""
+    """Number of finished optimizer steps at the checkpoint."""
 
     bytes: int
-    """Size of the run's own files in bytes."""
+    """Bytes of the files that snugfit itself writes."""
 
     draft: Path
-    """Draft folder, deleted after its files have been moved."""
+    """Temporary folder, deleted after its files have been moved."""
 
     files: Path
-    """Folder within the draft that becomes the checkpoint."""
+    """Folder within `draft` that becomes the checkpoint."""
 
     fault: Exception | None = None
-    """Error of the system during the writes; None without one."""
+    """Operating system's error during the writes; None without one."""
 
     def write(self, folder: Path) -> None:
-        """Move the files into `folder`, on the same file system. Raises the `fault` that occurred when they
-        were collected.
+        """Move the files into `folder`, on the same file system. Raises the error `fault` that occurred when
+        they were collected.
         """
         try:
             if self.fault is not None:
@@ -75,10 +75,10 @@ class UsersFiles:
     def __init__(self, trainer: Any, root: Path) -> None:
         self._trainer, self._root = trainer, root
         self.any = overrides(trainer, *SAVES_MODEL, "_save_checkpoint")
-        """True if the subclass has such methods."""
+        """True if the user's subclass overrides a method that saves checkpoints."""
 
         self.weights = overrides(trainer, *SAVES_MODEL)
-        """True if these methods write the model's weights."""
+        """True if the user's subclass overrides a method that saves the model's weights."""
 
         self._write: Callable[[], None] | None = None
 
@@ -101,7 +101,7 @@ class UsersFiles:
         try:
             files.mkdir(parents=True)
             self._write = lambda: self._write_own(snapshot, files)
-            # The user's methods write to this folder, which is the draft meanwhile.
+            # The user's methods write to this folder, which is temporarily the draft.
             args.output_dir = str(beside)
             save()
             self.write_own()
@@ -112,7 +112,7 @@ class UsersFiles:
             return CollectedFiles(**collected, fault=fault)
         finally:
             args.output_dir = output_dir
-        # Files next to the checkpoint belong in the real output folder.
+        # Files that the user writes next to the checkpoint belong in the real output folder.
         for path in beside.iterdir():
             if path != files:
                 _move_into(path, self._root)

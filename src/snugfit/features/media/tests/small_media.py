@@ -26,7 +26,7 @@ WHISPER = {
     "decoder_ffn_dim": 32, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 16,
     "vocab_size": 96, "decoder_start_token_id": 5, "bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 0,
 }  # fmt: skip
-"""The model takes one second: 50 positions of two frames."""
+"""Config of a Whisper model that takes one second of sound: 50 positions of two frames."""
 
 
 def pixels(seed: int, *, size: tuple[int, ...] = (12, 10, 3)) -> np.ndarray:

@@ -71,7 +71,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return send(link, tensors)
 
     monkeypatch.setattr("snugfit.features.offload.host_link.Link.send", note)
-    # comparisons of pieces with the batch send too, of other samples in each loop
+    # comparisons of micro-batches with the whole batch offload too, with other samples in each loop
     monkeypatch.setattr("snugfit.frontends.cut_loss._verdict", lambda *_: Verdict())
     return batches
 
@@ -192,7 +192,9 @@ class SaveInput(torch.autograd.Function):
 def checkpoint(x):
     return SaveInput.apply(torch.empty((0,), requires_grad=True), x).grad_fn
 """
-"""The inputs of a checkpoint in torch before 2.12: saved through an autograd function of its module."""
+"""Code that saves the inputs of a checkpoint as torch before 2.12, by an autograd function of torch's
+module.
+"""
 
 
 @pytest.mark.parametrize("rehearsed", [False, True])
@@ -229,7 +231,7 @@ def test_the_hosts_memory_is_used_again() -> None:
     offload_activations(model, ALL)
     for _ in range(3):
         model(INPUT).backward()
-    model(INPUT)  # whose graph is dropped
+    model(INPUT)  # the graph is dropped
     gc.collect()
     (link,) = activation_offload._OFFLOADS[model]._links.values()
     assert link.slabs.sizes == [SLAB_BYTES]
@@ -316,7 +318,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 @pytest.mark.whole
 @pytest.mark.parametrize("loop", slow_but(["trainer", "accelerate"], 1))
 def test_other_loops_send_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim has a class of the same name
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
     hold(job("bert"), "bf16 + every_nth_layer(2) + host(all)", loop)
 
@@ -362,7 +364,7 @@ def test_less_is_on_the_device_and_all_of_it_comes_back() -> None:
     assert travelling.peak().nbytes < plain.peak().nbytes
     out, back = copies_of(travelling, COPY_OUT), copies_of(travelling, COPY_BACK)
     assert out
-    assert 0 < sum(back) < sum(out)  # the last layer's stay
+    assert 0 < sum(back) < sum(out)  # the last layer's tensors stay
     assert not set(back) - set(out)
     assert pinned_bytes(travelling.kernels) == -(-sum(out) // SLAB_BYTES) * SLAB_BYTES
     assert not pinned_bytes(plain.kernels)

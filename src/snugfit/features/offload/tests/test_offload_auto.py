@@ -18,7 +18,9 @@ from snugfit.techniques.technique import Slot
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 MORE_LAYERS = 8
-"""Layers enough for offloading: the first and the last ones leave some saved tensors on the device."""
+"""Number of layers with which offloading saves memory: the first and the last ones leave some tensors on the
+device.
+"""
 REST = "lora(r=4) + bf16"
 HOST = Slot.ACTIVATION_OFFLOAD
 

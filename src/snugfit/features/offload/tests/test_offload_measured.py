@@ -31,15 +31,17 @@ RESERVED_ANEW = {
     "qwen-checkpoints-accelerate-again": 6 * MIB,
     "qwen-chunked-accelerate": -54 * MIB,
 }
-"""More reserved bytes under a transformers later than the measured one, under which the first run is exact.
+"""Additional reserved bytes under later versions of transformers than the measured one, under which the first
+run is exact.
 
 In the three of Qwen3 in chunks, autograd's thread once delayed the release of some chunks' gradients, and no
 longer does. Recorded histories contain the times of these releases. Replayed with them, the last two match to
 the byte under their own transformers. Without them they are 3.4 % too low and 1.4 % too high.
 """
 FIRST_CONTEXT = 551_092_224
-"""NVML bytes of an idle context, in the process that measured the constants; elsewhere up to 3.25 MiB
-more."""
+"""GPU memory of an idle CUDA context, in bytes by NVML, in the process that measured the constants. Elsewhere
+it is up to 3.25 MiB larger.
+"""
 
 
 @cache

@@ -65,7 +65,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return send(self, tensors)
 
     monkeypatch.setattr(link, "send", note)
-    # comparisons of pieces with the batch send too, of other samples in each loop
+    # comparisons of micro-batches with the whole batch offload too, with other samples in each loop
     monkeypatch.setattr("snugfit.frontends.cut_loss._verdict", lambda *_: Verdict())
     return batches
 
@@ -246,7 +246,7 @@ def test_each_further_layer_frees_memory_and_sends_more(family: str) -> None:
     out = [sum(copies_of(trace, COPY_OUT)) for trace in traces]
     back = [sum(copies_of(trace, COPY_BACK)) for trace in traces]
     assert out == sorted(set(out))
-    assert back == out  # the others stay, so all of it comes back
+    assert back == out  # the other layers' tensors stay, so all of it is copied back
     pinned = [pinned_bytes(trace.kernels) for trace in traces]
     assert pinned == sorted(pinned)
     assert pinned[0] == 0 < pinned[1]
@@ -285,7 +285,7 @@ def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> 
 @pytest.mark.whole
 @pytest.mark.parametrize("loop", slow_but(["accelerate", "trainer"], 1))
 def test_other_loops_send_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim has a class of the same name
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
     hold(job("bert"), "bf16 + host(all, layers=1)", loop)
 

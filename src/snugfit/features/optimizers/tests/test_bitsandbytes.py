@@ -25,7 +25,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.registry import hooks
 
 QMAP_BYTES = 256 * 4
-"""bitsandbytes' code book: 256 fp32 values."""
+"""Bytes of bitsandbytes' code book, which has 256 fp32 values."""
 
 
 @pytest.mark.whole

@@ -171,9 +171,9 @@ def test_a_plan_takes_it_only_where_it_is_kept() -> None:
 
 MEASURED = Path(__file__).parents[5] / "results" / "h200-2026-11-23" / "host-adamw"
 WITHIN = {"llama-every-layer": 0.02, "gpt2-accelerate": 0.02, "bert-micro-batches": 0.13}
-"""Allowed relative error of a measured step.
+"""Allowed relative error of a predicted step by case.
 
-In the last run the passes ran on the host too, and took 0.9 of the predicted time.
+In the last run the passes also ran on the host, and took 0.9 of the predicted time.
 """
 
 

@@ -28,7 +28,7 @@ from tiers import crossed, slow_but
 
 RECIPE = "bf16_pure + adamw_stochastic"
 GAP = 2.0**-7
-"""Distance of neighbours of bfloat16 between 1 and 2."""
+"""Distance between neighbouring bfloat16 numbers from 1 to 2."""
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def give_gradients(weights: list[torch.nn.Parameter], step: int) -> None:
     draw = torch.Generator().manual_seed(step)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=draw).to(weight.dtype)
-    weights[1].grad = None if step == 0 else weights[1].grad  # it counts its steps apart
+    weights[1].grad = None if step == 0 else weights[1].grad  # it has a step count of its own
 
 
 @pytest.mark.whole

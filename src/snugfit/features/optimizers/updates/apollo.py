@@ -18,10 +18,10 @@ import torch
 from snugfit.features.optimizers.updates.matrices import ProjectedAndAdamW, adamw_direction
 
 GROWTH = 1.01
-"""Largest allowed ratio of an update's norm to the norm of the last one."""
+"""Largest allowed ratio of an update's norm to the norm of the previous update."""
 
 SMALLEST = 1e-30
-"""Addend of divisors, so that no divisor is zero."""
+"""Small number added to divisors, so that none is zero."""
 
 
 class ApolloWithAdamW(ProjectedAndAdamW):
@@ -35,18 +35,19 @@ class ApolloWithAdamW(ProjectedAndAdamW):
         """Return APOLLO's update of a matrix: its gradient, scaled column by column."""
         short = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         rows, rank = gradient.shape[short], group["rank"]
-        # `step` already counts this step, so the first one draws.
+        # `step` already includes this step, so the first step draws a projection.
         if (state["step"] - 1) % group["renew"] == 0:
             projection = torch.randn(rank, rows, dtype=gradient.dtype, device=gradient.device)
-            # Until it is drawn again, the projection is a state, so that a checkpoint contains it.
+            # The projection is part of the state until the next draw, so that a checkpoint contains it.
             state["projection"] = projection.div_(math.sqrt(rank))
         projection = state["projection"]
         small = projection @ gradient if short == 0 else gradient @ projection.t()
-        # A projected update is shorter than AdamW's by sqrt(rank / rows): one learning rate suits both.
+        # A projected update is shorter than AdamW's by sqrt(rank / rows). With this factor, one learning rate
+        # suits both.
         factors = _column_factors(small.float(), state, group, short).mul_(math.sqrt(rows / rank))
         columns = torch.linalg.vector_norm(gradient, dim=short, keepdim=True)
         length = torch.linalg.vector_norm(columns * factors)
-        # The norm of an update may exceed the last one by `GROWTH` at most (section 4).
+        # The norm of an update may be at most `GROWTH` times the previous one (section 4).
         if "length" in state:
             shorter = (state["length"] * GROWTH).div_(length + SMALLEST).clamp_(max=1.0)
             factors.mul_(shorter)
@@ -63,6 +64,6 @@ def _column_factors(
     """
     update = adamw_direction(small, state, group)
     lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
-    # AdamW's update of the projection, relative to the projection itself.
+    # AdamW's update of the projected gradient, relative to the projected gradient itself.
     factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))
     return factors

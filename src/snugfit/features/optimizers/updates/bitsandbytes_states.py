@@ -32,7 +32,7 @@ def paged_bytes() -> int:
     """Return the bytes of paged states that this process has created since the last call of
     `keep_embeddings`.
     """
-    # Without an import there are no pages, and the import takes seconds.
+    # Without bitsandbytes there are no paged states, and its import takes seconds.
     if "bitsandbytes" not in sys.modules:
         return 0
     return sum(page.nbytes for page in _page_managers().get_instance().paged_tensors)
@@ -44,10 +44,10 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
     managers, pages = _managers(), _page_managers()
     for kind in (managers, pages):
-        # The global manager finds parameters by position, so overrides of an earlier model would apply to
-        # this one.
+        # The global manager finds parameters by position. Overrides of an earlier model would apply to this
+        # one.
         kind._instance = None
-        # The manager references embedding tables, whose memory must be freed with the model.
+        # The manager refers to embedding tables, whose memory must be freed with the model.
         weakref.finalize(model, _let_go, kind, kind.get_instance()).atexit = False
     if bits == 8:
         return
@@ -60,7 +60,7 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
 
 
 def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
-    """Move the restored moments of a weight into managed memory if they were there before.
+    """Move the restored moments of a weight into managed memory if they were there when saved.
 
     torch restores them as ordinary host tensors, which a kernel cannot read.
     """
@@ -72,10 +72,10 @@ def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
     pages = {
         name: optimizer.get_state_buffer(weight, dtype=value.dtype)
         for name, value in state.items()
-        # Scales and counters have other shapes, and belong on the device.
+        # Scales and counters have other shapes, and stay on the device.
         if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.shape == weight.shape
     }
-    torch.cuda.synchronize(weight.device)  # the pages are filled with zeros by a kernel
+    torch.cuda.synchronize(weight.device)  # a kernel fills the pages with zeros
     for name, page in pages.items():
         page.copy_(state[name])
     state.update(pages)
@@ -89,7 +89,7 @@ def doubt_about_pages(optimizer: Any) -> str:
     # Only paged tensors have this attribute.
     if not any(hasattr(value, "is_paged") for state in states for value in state.values()):
         return ""
-    # Without their number, which would differ between the few layers that are simulated for a deep model.
+    # Without the number of weights, which differs between a deep model and its simulation with few layers.
     return (
         "Optimizer states are in managed memory, which torch does not count. They stay on the GPU while "
         "there is room, and otherwise go to the host. So the verdict leaves them out. The seconds of moving "
@@ -127,13 +127,13 @@ def shapes(*, on_gpu: bool = True) -> Iterator[None]:
 
 
 def _page(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a paged tensor (CUDA managed memory) in a simulation. Its creation is hidden from every dispatch
-    mode, since torch's allocator does not see it.
+    """Create a paged tensor (CUDA managed memory) in a simulation. Dispatch modes do not record it, because
+    it is outside of torch's allocator.
     """
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
-    # Managed memory is outside of torch's allocator.
+    # Paged states are outside of torch's allocator.
     with _disable_current_modes():
         page = torch.empty(shape, dtype=dtype, device=device)
     page.is_paged = True  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def _wait(tensor: torch.Tensor) -> None:
     """Wait for a tensor's device by reading one of its numbers, so that a trace counts a wait."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():  # a real wait makes no views
+    with _disable_current_modes():  # a real wait creates no views
         one = tensor.detach().as_strided((), ())
     one.item()
 
@@ -164,7 +164,7 @@ def _wait(tensor: torch.Tensor) -> None:
 def _page_managers() -> Any:
     """Return bitsandbytes' class that lists all paged tensors of a process."""
     with no_hub_kernels():
-        # bitsandbytes may load kernels of the hub at import.
+        # bitsandbytes may download kernels from the hub at import.
         from bitsandbytes.functional import GlobalPageManager
 
     return GlobalPageManager

@@ -15,16 +15,16 @@ import torch
 from snugfit.features.optimizers.updates.pieces import AdamWInPieces, WeightRows, gather, scatter
 
 BLOCK = 128
-"""Elements that share a scale (Li et al., section 5)."""
+"""Number of elements that share a scale (Li et al., section 5)."""
 
 LEAST = 4096
-"""Number of elements from which a weight's moments have 4 bits; bitsandbytes' 8-bit ones have the same."""
+"""Number of elements from which a weight's moments have 4 bits, as for bitsandbytes' 8-bit moments."""
 
 SMALLEST = 1e-30
-"""Scale that is used for a block of zeros."""
+"""Scale of a block in which all elements are zero."""
 
 NEGATIVE = (-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055)
-# Denser near zero (Dettmers et al., arXiv 2110.02861, section 1.3).
+# The values are denser near zero (Dettmers et al., arXiv 2110.02861, section 1.3).
 SIGNED = (*NEGATIVE, 0.0, *(-value for value in reversed(NEGATIVE)), 1.0)
 """The sixteen values of a signed 4-bit code: a sign, zeros that encode the power of ten, and a fraction of
 that power."""
@@ -39,9 +39,9 @@ class CodeTables(NamedTuple):
     """Values of the 4-bit codes, on a device."""
 
     pairs: torch.Tensor
-    """The two values of each byte (256, 2)."""
+    """The two values that each byte represents, (256, 2)."""
     borders: torch.Tensor
-    """Midpoints between neighbouring values (15)."""
+    """Midpoints between neighbouring values of the code, (15,)."""
 
 
 class FourBitAdamW(AdamWInPieces):
@@ -50,8 +50,8 @@ class FourBitAdamW(AdamWInPieces):
     numbers_in_a_block = BLOCK
 
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return moments of a weight before its first step: codes of zeros, or zeros in 32 bits."""
-        # Small weights, and those that blocks do not divide, keep 32 bits.
+        """Return the moments of a weight before its first step: codes of zeros, or zeros in 32 bits."""
+        # Small weights, and weights whose size is no multiple of a block, keep 32 bits.
         if weight.numel() < LEAST or weight.numel() % BLOCK:
             return {
                 name: torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -71,7 +71,7 @@ class FourBitAdamW(AdamWInPieces):
         if not _is_packed(piece):
             return gather(parts)
         codes, scales = torch.cat(parts), torch.cat([rows.state[_scales(name)] for rows in piece])
-        # The 256 pairs of values read both numbers of a byte at once.
+        # A table of 256 pairs gives both values of a byte at once.
         return unpack(codes, scales, self._tables(name, codes.device).pairs)
 
     def narrow(self, piece: Sequence[WeightRows], moments: tuple[torch.Tensor, ...]) -> None:
@@ -86,7 +86,7 @@ class FourBitAdamW(AdamWInPieces):
             _scatter(scales, [rows.state[_scales(name)] for rows in piece])
 
     def _tables(self, name: str, device: torch.device) -> CodeTables:
-        # A state dict must not contain the tables, so they are no optimizer state.
+        # A state dict must not contain the tables, so they are not part of the optimizer state.
         known = self.__dict__.setdefault("_known_tables", {})
         if (name, device) not in known:
             known[name, device] = tables_of(MOMENTS[name], device)
@@ -123,9 +123,9 @@ def pack(exact: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, torc
     """Quantize a tensor: return 4-bit codes, two in a byte, and a scale for each block."""
     blocks = exact.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_(min=SMALLEST)
-    # The index of the interval between midpoints is the number of the nearest value.
+    # The index of the interval between midpoints is the code of the nearest value.
     nearest = torch.bucketize(blocks / scales[:, None], borders, out_int32=True).view(-1, 2)
-    # The first number of a pair has the upper four bits.
+    # The first value of a pair is in the upper four bits.
     return nearest[:, 0].mul(16).add_(nearest[:, 1]).to(torch.uint8), scales
 
 

@@ -36,7 +36,7 @@ from snugfit.features.optimizers.updates.matrices import (
 )
 
 ALL_LINEAR = "all-linear"
-"""Word of transformers for every linear layer, including the head."""
+"""transformers' word for every linear layer, including the head."""
 
 
 class GaloreWithAdamW(ProjectedAndAdamW):
@@ -49,7 +49,7 @@ class GaloreWithAdamW(ProjectedAndAdamW):
     ) -> None:
         """Update a matrix by AdamW on its projected gradient; only a decomposition makes tensors of the
         matrix's size."""
-        # `step` already counts this step, so the first one decomposes.
+        # `step` already includes this step, so the first step computes a decomposition.
         if (state["step"] - 1) % group["renew"] == 0:
             state |= _singular_vectors(gradient, group["rank"], group["side"])
         left, right = state.get("left"), state.get("right")
@@ -62,7 +62,7 @@ class GaloreWithAdamW(ProjectedAndAdamW):
         # Weight decay is decoupled, as in AdamW.
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         factors = (direction, right) if right is not None else (left, direction)
-        # The product is added in place, so no tensor of the matrix's size is made.
+        # The product is added in place, so that no tensor of the matrix's size is created.
         weight.addmm_(*factors, alpha=-group["lr"] * group["scale"])
 
 
@@ -73,11 +73,11 @@ def _singular_vectors(gradient: torch.Tensor, rank: int, side: str) -> dict[str,
     wide = gradient.shape[0] < gradient.shape[1]
     shorter, longer = ("left", "right") if wide else ("right", "left")
     sides = {"std": (shorter,), "reverse_std": (longer,), "full": ("left", "right")}.get(side, (side,))
-    # cuSOLVER has no decomposition in 16 bits.
+    # cuSOLVER supports no 16-bit decomposition.
     vectors, _, rows = torch.linalg.svd(gradient.float(), full_matrices=False)
     first = {"left": vectors[:, :rank], "right": rows[:rank]}
     return {
-        # A copy, since a slice would keep all singular vectors alive.
+        # A copy is made, because a slice would keep all singular vectors alive.
         name: first[name].to(gradient.dtype, copy=True, memory_format=torch.contiguous_format)
         for name in sides
     }
@@ -97,7 +97,7 @@ def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -
         id(module.weight)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
-        # transformers compares words with parts of names, and `all-linear` with the whole.
+        # transformers compares these words with parts of names, and `all-linear` with the whole word.
         and any(word in (ALL_LINEAR, name) or word in name for word in targets)
     }
     for weight in model.parameters():

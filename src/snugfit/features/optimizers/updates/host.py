@@ -42,7 +42,7 @@ class HostMemory:
     def halves(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two host buffers of `STAGED_BYTES` each, for weights and for gradients."""
         if self._bytes is None:
-            # Only page-locked memory can be copied without waiting.
+            # Only page-locked memory is copied asynchronously.
             if device.type == "cuda":
                 self._bytes = torch.empty(2 * STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             else:
@@ -67,13 +67,15 @@ class AdamWOnHost(FusedAdamW):
                 self._update(piece, group)
 
     def _parts(self, weight: torch.Tensor) -> Iterator[WeightSlice]:
-        """Yield slices of a weight's elements in memory order, after adding one to the step in its state."""
+        """Yield slices of a weight's elements in memory order. Before that, add one to the step count in its
+        state.
+        """
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
         whole, gradient = flat(weight), flat(laid_out_as(weight, weight.grad))
         moments = _moments(state, weight)
-        # A meta weight has no moments to cut, but its slices need some tensor.
+        # A simulated weight has no moments to slice, but its slices need some tensor.
         flats = [whole[:0] if weight.is_meta else flat(moment) for moment in moments]
         most = max(1, STAGED_BYTES // weight.element_size())
         for start in range(0, whole.numel(), most):
@@ -89,15 +91,15 @@ class AdamWOnHost(FusedAdamW):
             weight.copy_(part.weight, non_blocking=True)
             gradient.copy_(part.gradient, non_blocking=True)
         if device.type == "cuda":
-            # The CPU must not read before the copies have ended.
+            # The CPU must not read the copies before they are done.
             torch.cuda.current_stream(device).synchronize()
         moments = ([part.moments[number] for part in piece] for number in range(len(MOMENTS)))
-        # torch's kernel counts the step itself.
+        # torch's kernel increments the step itself.
         steps = [torch.tensor(float(part.step - 1), device="cpu") for part in piece]
         fused_adamw([weights, gradients, *moments], steps, group)
         for part, weight in zip(piece, weights, strict=True):
-            # No second copy of the weights stays on the host: a checkpoint may be loaded into the device's at
-            # any time.
+            # The host keeps no second copy of the weights, because a checkpoint may be loaded to the device
+            # at any time.
             part.weight.copy_(weight, non_blocking=True)
 
 
@@ -124,9 +126,9 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
     for name in MOMENTS:
         moment = state.get(name)
         if weight.is_meta:
-            # A view of one number: no memory for the moments of a simulated weight.
+            # An expanded single number needs no memory for the moments of a simulated weight.
             state[name] = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
-        # Libraries move loaded states to the weight's device, and a checkpoint stores no strides.
+        # Libraries move loaded states to the weight's device, and checkpoints store no strides.
         elif moment is None or moment.device.type != "cpu" or moment.stride() != weight.stride():
             state[name] = _zeros_on_host(weight.nbytes, weight.dtype).as_strided(
                 weight.shape, weight.stride()
@@ -137,8 +139,8 @@ def _moments(state: dict[str, Any], weight: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _zeros_on_host(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of this number of bytes in newly allocated host memory."""
-    # The memory of `mmap` is zero, and not from torch's allocator.
+    """Return zeros of this dtype, `nbytes` in all, in newly allocated host memory."""
+    # Memory of `mmap` is zero at first, and does not belong to torch's allocator.
     return torch.frombuffer(mmap.mmap(-1, max(dtype.itemsize, nbytes)), dtype=dtype)
 
 
@@ -150,7 +152,7 @@ def _report_piece(piece: list[WeightSlice]) -> None:
     for part in piece:
         observer.stage_out(part.weight.nbytes)
         observer.stage_out(part.gradient.nbytes)
-    # Weights travel back after the update of the whole piece.
+    # Weights are copied back after the whole slice is updated.
     observer.update_on_host(sum(part.weight.nbytes for part in piece), piece[0].weight.dtype)
     for part in piece:
         observer.stage_back(part.weight.nbytes)

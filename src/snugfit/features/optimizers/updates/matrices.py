@@ -17,10 +17,10 @@ from snugfit.features.optimizers.updates.pieces import refuse_closure
 from snugfit.step.wishes.own_adamw import OwnAdamW, move_moments
 
 BY_ADAMW = "is_left_to_adamw"
-"""Name of the attribute that marks a parameter for AdamW."""
+"""Name of a parameter's attribute that assigns it to AdamW."""
 
 MATRICES = "matrices"
-"""Key of a parameter group with the positions of the matrices that AdamW does not update."""
+"""Key of a parameter group with the indices of the matrices that AdamW does not update."""
 
 
 class MatricesAndAdamW(OwnAdamW, ABC):
@@ -39,7 +39,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         """Add a parameter group, with the indices of the parameters that are updated as matrices."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
-        # Positions are stored in the group, so that a checkpoint contains them.
+        # Indices are stored in the parameter group, so that a checkpoint contains them.
         added[MATRICES] = [at for at, weight in enumerate(added["params"]) if self.takes(weight, added)]
 
     def step(self, closure: Any = None) -> Any:
@@ -48,18 +48,18 @@ class MatricesAndAdamW(OwnAdamW, ABC):
         if matrices := self._shares(of_matrices=True):
             self.update_matrices(matrices)
         if rest := self._shares(of_matrices=False):
-            # Two optimizers of their own would need loops, schedules and checkpoints for two.
+            # With two separate optimizers, loops, schedules and checkpoints would have to support two.
             self.run(torch.optim.AdamW(rest, foreach=True))
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """Run a step of the inner `optimizer` on the states of this optimizer."""
-        # The state stays here, since an inner optimizer lives for one step.
+        # The outer optimizer keeps the state, because the inner one exists for one step only.
         optimizer.state = self.state
         optimizer.step()
 
     def _shares(self, *, of_matrices: bool) -> list[dict[str, Any]]:
-        """Return the parameter groups with only their matrices, or with only their other parameters, without
-        empty groups.
+        """Return the parameter groups with only their matrices, or with only their other parameters. Empty
+        groups are left out.
         """
         shares = []
         for group in self.param_groups:
@@ -84,7 +84,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
     @torch.no_grad()
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Update the matrices of these groups, one after the other."""
-        # a profile shows this share by its own name, as it shows AdamW's and Muon's
+        # a profile shows this part under its own name, like those of AdamW and Muon
         with torch.autograd.profiler.record_function(f"{type(self).__name__}.update_matrices"):
             for group in groups:
                 for weight in group["params"]:
@@ -98,7 +98,7 @@ class ProjectedAndAdamW(MatricesAndAdamW):
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
         """Return True if a projection makes the matrix smaller; otherwise AdamW updates it."""
-        # Otherwise the projection has as many numbers as the matrix.
+        # Otherwise the projection would be as large as the matrix.
         return super().takes(weight, group) and min(weight.shape) > group["rank"]
 
 
@@ -112,7 +112,7 @@ def adamw_direction(gradient: torch.Tensor, state: dict[str, Any], group: dict[s
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
     first, step = state["exp_avg"], state["step"]
-    # Bias corrections of both moments; `step` already counts this step.
+    # Bias corrections of both moments. `step` already includes this step.
     shares = 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step)
     spread = move_moments(first, state["exp_avg_sq"], gradient, *shares, group["eps"])
     direction: torch.Tensor = first.div(spread).div_(1 - beta1**step)
@@ -130,9 +130,9 @@ class MuonWithAdamW(MatricesAndAdamW):
 
     def update_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Run a step of torch's Muon, with updates as large as AdamW's."""
-        keys = ("params", "lr", "weight_decay", "momentum")  # not AdamW's eps
+        keys = ("params", "lr", "weight_decay", "momentum")  # without AdamW's eps
         shares = [{key: group[key] for key in keys} for group in groups]
-        # Updates of AdamW's average size, so that its learning rate suits both (Liu et al., arXiv
+        # Updates get the average size of AdamW's, so that its learning rate suits both (Liu et al., arXiv
         # 2502.16982).
         self.run(torch.optim.Muon(shares, adjust_lr_fn="match_rms_adamw"))
 
@@ -153,7 +153,7 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
     }
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
-            # No layer multiplies with a matrix of another name (a position table, a token).
+            # A matrix with another name (a position table, a token) is not used in a product.
             named = name.rpartition(".")[2] == "weight"
             setattr(weight, BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
 

@@ -1,4 +1,4 @@
-"""AdamW in slices: some weights at a time are copied, updated by torch's fused AdamW, and copied back.
+"""AdamW in slices of the weights: some at a time are copied, updated by torch's fused AdamW, and copied back.
 
 So there are few kernels, and the temporaries have a fixed size. `AdamWInPieces` widens weights and moments of
 fewer bits on their device; `host.AdamWOnHost` updates copies on the host.
@@ -20,11 +20,12 @@ from snugfit.step.wishes.own_adamw import STEP, OwnAdamW
 Part = TypeVar("Part")
 
 AT_ONCE = 1 << 23
-"""Number of elements that are updated together (chosen). A kernel over them takes longer than its launch on a
-GPU of today, and all temporaries take 160 to 290 MiB."""
+"""Number of elements that are updated together (chosen). A kernel over them takes longer than its launch on
+present GPUs, and all temporaries take 160 to 290 MiB.
+"""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The keys of torch's AdamW for its states."""
+"""Names of AdamW's first and second moment in torch's optimizer state."""
 
 
 class WeightRows(NamedTuple):
@@ -50,7 +51,7 @@ class FusedAdamW(OwnAdamW, ABC):
         """Run one optimizer step on all weights that have a gradient."""
         refuse_closure(self, closure)
         for group in self.param_groups:
-            # An empty weight has no update, and no piece.
+            # A weight without elements has no update.
             weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
             self.update_weights(weights, group)
 
@@ -77,14 +78,14 @@ def fused_adamw(tensors: Iterable[list[torch.Tensor]], steps: list[torch.Tensor]
 def pieces(
     parts: Iterable[Part], kind: Callable[[Part], Any], size: Callable[[Part], int], most: int
 ) -> Iterator[list[Part]]:
-    """Yield lists of adjacent items of equal type, with a total size of at most `most`. A larger item is
-    yielded alone.
+    """Yield lists of adjacent items for which `kind` is equal, with a total size of at most `most`. A larger
+    item is yielded alone.
     """
     for _, alike in groupby(parts, kind):
         piece: list[Part] = []
         total = 0
         for part in alike:
-            # An item larger than the limit is a piece alone.
+            # An item above the limit forms a slice of its own.
             if piece and total + size(part) > most:
                 yield piece
                 piece, total = [], 0
@@ -97,7 +98,7 @@ class AdamWInPieces(FusedAdamW):
     """AdamW computed in 32 bits, for weights and moments of fewer bits, some elements at a time."""
 
     numbers_in_a_block = 1
-    """Number of elements of which the length of every slice of a weight is a multiple."""
+    """The length of every slice of a weight is a multiple of this number of elements."""
 
     @abstractmethod
     def new_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -123,7 +124,7 @@ class AdamWInPieces(FusedAdamW):
             if not state:
                 state.update({STEP: 0, **self.new_state(weight)})
             state[STEP] += 1
-            # torch's kernel takes one step count and one dtype for all weights.
+            # torch's kernel takes a single step count and a single dtype for all weights.
             by_kind.setdefault((state[STEP], weight.dtype, tuple(state)), []).append(weight)
         for alike in by_kind.values():
             parts = (rows for weight in alike for rows in self._split(weight))
@@ -134,7 +135,7 @@ class AdamWInPieces(FusedAdamW):
         """Yield a weight's rows in slices of at most `AT_ONCE` elements."""
         parts = torch.atleast_1d(weight)
         width = math.prod(parts.shape[1:])
-        # A slice must have whole blocks, so its rows are a multiple of this number.
+        # A slice must consist of whole blocks, so its number of rows is a multiple of this number.
         least = self.numbers_in_a_block // math.gcd(self.numbers_in_a_block, width)
         at_once = max(1, AT_ONCE // width // least) * least
         state = self.state[weight]
@@ -143,7 +144,7 @@ class AdamWInPieces(FusedAdamW):
         for start in range(0, len(parts), at_once):
             end = min(start + at_once, len(parts))
             cut = {
-                # A packed state has fewer elements than its weight, so it is cut in proportion.
+                # A packed state has fewer elements than its weight, so it is sliced in proportion.
                 name: value[start * len(value) // len(parts) : end * len(value) // len(parts)]
                 for name, value in whole.items()
             }
@@ -154,17 +155,17 @@ class AdamWInPieces(FusedAdamW):
         weights = [rows.weight for rows in piece]
         exact, slope = gather(weights), gather([rows.gradient for rows in piece])
         moments = tuple(self.widen(piece, name) for name in MOMENTS)
-        # torch's kernel counts the step itself.
+        # torch's kernel increments the step itself.
         before = torch.full((), piece[0].step - 1.0, dtype=torch.float32, device=exact.device)
         fused_adamw([[exact], [slope], *([moment] for moment in moments)], [before], group)
-        # The gradient's copy is not needed for the moments, whose temporaries are large.
+        # The gradient's copy is freed before the moments, whose temporaries are large.
         del slope
         self.narrow(piece, moments)
         self.write(weights, exact)
 
 
 def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate these tensors to one flat tensor in fp32."""
+    """Concatenate tensors to one flat tensor in fp32."""
     flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.float32, device=parts[0].device)
     # One launch copies and casts all parts.
     torch._foreach_copy_(_views(flat, parts), list(parts))
@@ -172,7 +173,7 @@ def gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive values of one flat tensor into these tensors, in order."""
+    """Copy consecutive values of one flat tensor into several tensors, in order."""
     torch._foreach_copy_(list(parts), _views(flat, parts))
 
 

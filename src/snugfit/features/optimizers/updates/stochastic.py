@@ -17,7 +17,7 @@ import torch
 from snugfit.features.optimizers.updates.pieces import MOMENTS, AdamWInPieces, WeightRows, gather, scatter
 
 LOW_BITS = 1 << 16
-"""Number of values of the lower 16 bits of an fp32 number, which bfloat16 drops."""
+"""Number of distinct values of the lower 16 bits of an fp32 number, which bfloat16 drops."""
 
 
 class StochasticAdamW(AdamWInPieces):
@@ -35,7 +35,8 @@ class StochasticAdamW(AdamWInPieces):
         """Round both moments to bfloat16 stochastically, if they are stored in it."""
         for name, exact in zip(MOMENTS, moments, strict=True):
             parts = [rows.state[name] for rows in piece]
-            # Rounded to the nearest, the second moment would never change: a step changes it by a thousandth.
+            # With rounding to nearest, the second moment would never change, because a step changes it by a
+            # thousandth.
             scatter(round_by_chance(exact) if parts[0].dtype is torch.bfloat16 else exact, parts)
 
     def write(self, weights: list[torch.Tensor], exact: torch.Tensor) -> None:
@@ -45,7 +46,7 @@ class StochasticAdamW(AdamWInPieces):
         NaN.
         """
         if weights[0].dtype is torch.bfloat16:
-            # `alpha=0` adds zero to a number and NaN to a NaN.
+            # With `alpha=0` this adds zero to a number, and keeps a NaN.
             exact = round_by_chance(exact).add_(exact, alpha=0)
         scatter(exact, weights)
 

@@ -160,7 +160,7 @@ OFTEN = [
     ("llama", "float32", "fp8(recipe=rowwise)"),
     ("llama", "bfloat16", "fp8 + micro_batches(2)"),
 ]
-"""Cases with every recipe and every dtype once."""
+"""Cases that include every recipe and every dtype once."""
 
 
 def law_job(family: str) -> Job:
@@ -250,7 +250,7 @@ def product(dtype: str, length: int = 8192) -> Kernel:
 def test_large_products_take_half_of_what_they_take_in_bf16() -> None:
     rates = packaged_rates(find_gpu("h200"))
     before = replace(rates, products={name: rate for name, rate in rates.products.items() if name != "fp8"})
-    for one in (rates, before):  # a calibration of before has no such rate
+    for one in (rates, before):  # an older calibration has no such rate
         clock = KernelClock(one)
         eight, sixteen = (
             clock.seconds(product("torch.float8_e4m3fn")),

@@ -171,7 +171,7 @@ def test_utilization_is_read_after_the_first_second(cuda: FakeCuda, monkeypatch:
     library = machine(utilization=40, processes=[(os.getpid(), 700 * MIB), (4711, 3000 * MIB)])
     library.before_reading = lambda: read.set() if cuda.retries[1] else None
     with Watch(None, [0], library) as seen:
-        for cuda.retries[1] in (1, 2):  # the second reading from here follows a census
+        for cuda.retries[1] in (1, 2):  # a reading after this one follows a census
             read.clear()
             assert read.wait(60)
         time.sleep(0.05)

@@ -23,7 +23,7 @@ from snugfit.techniques.recipe import Recipe
 pytestmark = pytest.mark.whole
 
 WITHIN = 60.0
-"""Seconds after which the process prints its place. It takes four on a quiet machine."""
+"""Seconds after which the process prints its stack. On a quiet machine it takes four seconds."""
 
 
 def evaluate_in_copies() -> int:
@@ -31,7 +31,8 @@ def evaluate_in_copies() -> int:
     early_server.NVIDIA_DRIVER = "/no/such/file"
     job, gpu = small_job("gpt2", 2), find_gpu("t4")
     early_server.start_as_copy(job, 2)
-    # The test prints the place of a process that does not end. Its thread must not exist in the copy.
+    # The test prints the stack of a process that does not end. The printing thread must not exist in the
+    # copy.
     faulthandler.dump_traceback_later(WITHIN, file=sys.stderr)
     server: Any = vars(forkserver)["_forkserver"]
     command = Path(f"/proc/{server._forkserver_pid}/cmdline").read_bytes()

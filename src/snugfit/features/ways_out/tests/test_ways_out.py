@@ -41,7 +41,7 @@ NEAR = (
     choice("bf16 + every_layer", 5 * GIB, 0.08),
     choice("eager + bf16 + every_layer", 5 * GIB - 10 * MIB, 0.16),
 )
-"""Two misses, the second slightly smaller and much slower."""
+"""Two recipes that do not fit. The second needs slightly less memory, and is much slower."""
 
 # ---- the search --------------------------------------------------------------------------------------------
 

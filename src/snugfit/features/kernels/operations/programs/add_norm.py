@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Number of warps of a program of the backward kernel: with 8 it took twice as long (dev/log.md)."""
+"""Number of warps in one program of the backward kernel. With 8 it took twice as long (dev/log.md)."""
 
 FORWARD_TILE = 1024
-"""Number of elements in a tile of the forward kernel (chosen)."""
+"""Number of elements that one program of the forward kernel processes at a time (chosen)."""
 
 VARYING = ("rows", "residual_rows", "site", "drops")
-"""Arguments whose values trigger no new compilation of a kernel."""
+"""Arguments of kernels whose values do not trigger a new compilation."""
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -52,13 +52,13 @@ def norm_forward(  # type: ignore[no-untyped-def]
         from_row = (row % residual_rows).to(tl.int64)
         other = residual + from_row[:, None] * columns + column[None, :]
         value += tl.load(other, mask=inside, other=0.0).to(tl.float32)
-    # Before rounding: the statistics are those of the exact sum.
+    # Before rounding, because the statistics are those of the exact sum.
     if SUM:
         tl.store(total + at, value, mask=inside)
-    # Lanes outside of a row must not count in its sums.
+    # Elements of the tile outside of a row must not count in the row's sums.
     value = tl.where(inside, value, 0.0)
     mean = tl.sum(value, 1) / columns
-    # The variance is that of centred values, which loses fewer bits than a difference of squares.
+    # The variance is computed from centred values, which is more exact than a difference of squares.
     centred = tl.where(inside, value - mean[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / columns + eps)
     tl.store(statistics + row, mean, mask=row < rows)
@@ -91,7 +91,7 @@ def norm_backward(  # type: ignore[no-untyped-def]
     of_weight = tl.zeros((COLUMNS,), tl.float32)
     of_shift = tl.zeros((COLUMNS,), tl.float32)
     of_bias = tl.zeros((COLUMNS,), tl.float32)
-    # Programs take rows in turns, so that each has a share of the sums in registers.
+    # Programs process rows in turn, so that each keeps its part of the column sums in registers.
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & has_column[None, :]
@@ -110,12 +110,12 @@ def norm_backward(  # type: ignore[no-untyped-def]
         inner = slope * gain[None, :]
         level = tl.sum(inner, 1) / columns
         tilt = tl.sum(inner * normed, 1) / columns
-        # The gradient through a norm: its mean and its share along the normed row are subtracted.
+        # Gradient through a norm: its mean and its projection on the normed row are subtracted.
         through = (inner - level[:, None] - normed * tilt[:, None]) * inverse[:, None]
         if SUM_SLOPE:
             through += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
         through = tl.where(inside, through, 0.0)
-        # The residual's gradient is taken before dropout, which applies to the branch alone.
+        # The residual's gradient is stored before dropout, which only applies to the branch.
         tl.store(dresidual + at, through, mask=inside)
         if DROPS and not DROPS_LAST:
             through = tl.where(keep, through * factor, 0.0)
@@ -136,8 +136,8 @@ def norm_backward(  # type: ignore[no-untyped-def]
 
 
 def _width(columns: int) -> int:
-    """Return the width of a tile: a power of two, and at least the elements of one random draw."""
-    # A draw decides for eight neighbours.
+    """Return the width of a tile: a power of two, and at least the elements of one random number."""
+    # One random number decides for eight neighbours.
     return max(8, int(triton.next_power_of_2(columns)))
 
 
@@ -213,10 +213,10 @@ def add_norm_backward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def keep_tile(seed, site, rows, columns, drops, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BEGIN):  # type: ignore[no-untyped-def]
-    """Return the mask of the remaining elements of a tile, (ROWS, COLUMNS).
+    """Return the mask of the kept elements of a tile, (ROWS, COLUMNS).
 
-    `rows` (ROWS) are its rows. `BEGIN` is its first column, a multiple of 8. `columns` is the width of a row,
-    and `seed` an address. A row has a draw for each 8 columns.
+    `rows` (ROWS) are the indices of its rows. `BEGIN` is its first column, a multiple of 8. `columns` is the
+    width of a row, and `seed` an address. A row has a random number for each 8 columns.
     """
     GROUPS: tl.constexpr = COLUMNS // 8
     groups = BEGIN // 8 + tl.arange(0, GROUPS)

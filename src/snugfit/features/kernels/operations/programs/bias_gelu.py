@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 WARPS = 4
-"""Number of warps of a program: with 8 the backward kernel took twice as long (dev/log.md)."""
+"""Number of warps in one kernel program. With 8 the backward kernel took twice as long (dev/log.md)."""
 
 
 @triton.jit
@@ -35,13 +35,13 @@ def share_below(value):  # type: ignore[no-untyped-def]
     1.5e-7 of erf, so half of that of the share. That is about a unit in the last place of fp32 near one.
     """
     height = tl.exp(-0.5 * value * value)
-    # 0.7071 is one over the root of two: the formula is for erf.
+    # 0.7071 is 1 / sqrt(2): the formula (Abramowitz and Stegun, 7.1.26) is for erf.
     t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(value))
     bent = 1.061405429 * t - 1.453152027
     bent = bent * t + 1.421413741
     bent = bent * t - 0.284496736
     bent = bent * t + 0.254829592
-    # Below zero the small tail is used itself, which keeps its precision.
+    # Below zero the small tail is used directly, which is more exact.
     tail = 0.5 * bent * t * height
     return tl.where(value < 0.0, tail, 1.0 - tail), height
 
@@ -56,7 +56,7 @@ def gelu_forward(x, bias, y, rows, columns, TANH: tl.constexpr, ROWS: tl.constex
     shift = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + shift[None, :]
     if TANH:
-        # 0.7979 is the root of two over pi, of GELU's approximation by tanh.
+        # 0.7979 is sqrt(2 / pi), from GELU's approximation by tanh.
         share = 0.5 * (1.0 + tanh(0.7978845608028654 * (value + 0.044715 * value * value * value)))
     else:
         share, _ = share_below(value)
@@ -86,7 +86,7 @@ def gelu_backward(  # type: ignore[no-untyped-def]
             slope = 0.5 * (1.0 + bent) + 0.5 * value * (1.0 - bent * bent) * inner
         else:
             share, height = share_below(value)
-            # 0.3989 is one over the root of two pi, the height of the normal density.
+            # 0.3989 is 1 / sqrt(2 pi), the maximum of the normal density.
             slope = share + value * (0.3989422804014327 * height)
         result = above * slope
         tl.store(dx + at, result, mask=inside)

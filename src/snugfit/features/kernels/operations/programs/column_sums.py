@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 COLUMNS, ROWS = 16, 64
-"""Columns and rows that a program adds up at once (chosen)."""
+"""Numbers of columns and rows that one kernel program sums at a time (chosen)."""
 
 
 @triton.jit(do_not_specialize=("count",))  # type: ignore[untyped-decorator]

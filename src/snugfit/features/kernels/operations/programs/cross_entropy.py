@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 BLOCK = 8192
-"""Largest number of logits that a program loads at a time (chosen)."""
+"""Largest number of logits that one kernel program loads at a time (chosen)."""
 
 PRODUCT_BLOCK = 4096
-"""Number of elements that a program multiplies at a time (chosen)."""
+"""Number of elements that one kernel program multiplies at a time (chosen)."""
 PRODUCT_PROGRAMS = 2048
-"""Largest number of programs that share the blocks (chosen): an idle program still costs its launch."""
+"""Largest number of kernel programs that the blocks are divided among (chosen). An idle program still costs
+its launch.
+"""
 
 
 @triton.jit(do_not_specialize=("ignore_index",))  # type: ignore[untyped-decorator]
@@ -28,10 +30,10 @@ def write_row(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counts = label != ignore_index
-    # An ignored label may be negative, and must not be an address.
+    # An ignored label may be negative, and must not be used as an address.
     own = tl.load(logits + row * stride + tl.where(counts, label, 0)).to(tl.float32)
     lane = tl.arange(0, BLOCK)
-    # A large negative number instead of minus infinity, whose difference to itself is NaN.
+    # A large negative number replaces minus infinity, whose difference to itself is NaN.
     largest = tl.full((BLOCK,), -1.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -42,7 +44,7 @@ def write_row(  # type: ignore[no-untyped-def]
         total = total * tl.exp(largest - higher) + tl.where(inside, tl.exp(value - higher), 0.0)
         largest = higher
     top = tl.max(largest, 0)
-    # Lanes had their own largest logits until here.
+    # Until here, each element of the block had its own largest logit.
     whole = tl.sum(total * tl.exp(largest - top), 0)
     tl.store(losses + row, tl.where(counts, top + tl.log(whole) - own, 0.0))
     factor = tl.where(counts, tl.load(share), 0.0).to(tl.float32)
@@ -77,7 +79,7 @@ def cross_entropy_gradient(
 def multiply_blocks(values, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel: multiply blocks of `values` by a factor in place; do nothing if it is one."""
     by = tl.load(factor).to(tl.float32)
-    # The factor is one unless the batch is split; then nothing needs to be read.
+    # The factor is 1 unless the batch is split. Then nothing needs to be read.
     if by != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK
         while at < count:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 1024
-"""Largest number of elements of a row in one program (chosen)."""
+"""Largest number of elements of a row in one kernel program (chosen)."""
 
 
 @triton.jit(do_not_specialize=("site", "drops"))  # type: ignore[untyped-decorator]
@@ -50,7 +50,7 @@ def _launch(
     rows: torch.Tensor, into: torch.Tensor, seed: torch.Tensor, site: int, drops: int, *, adds: bool
 ) -> None:
     columns = rows.size(1)
-    # A draw decides for eight neighbours.
+    # One random number decides for eight neighbours.
     block = min(BLOCK, max(8, int(triton.next_power_of_2(columns))))
     drop_row[(len(rows), triton.cdiv(columns, block))](
         rows, into, seed, columns, site, drops, ADDS=adds, BLOCK=block, num_warps=4

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Largest number of elements of a row in one program."""
+"""Largest number of elements of a row in one kernel program."""
 
 WARPS = 8
 
@@ -30,7 +30,7 @@ def activate(gate, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
         share = sigmoid(gate)
         steep = 1.0
     value = gate * share
-    # The derivative of gate * sigmoid(inner), with `steep` as that of the inner function.
+    # The derivative of gate * sigmoid(inner); `steep` is the derivative of `inner`.
     slope = share + value * (1.0 - share) * steep
     return value, slope
 
@@ -90,5 +90,5 @@ def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again
 
 
 def block_of(columns: int) -> int:
-    """Return the number of elements of a program: a whole row if it is short."""
+    """Return the number of elements in one kernel program: a whole row if it is short."""
     return min(BLOCK, int(triton.next_power_of_2(columns)))

@@ -33,7 +33,7 @@ def copy_columns(  # type: ignore[no-untyped-def]
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         slope = tl.load(source + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-        # A row of the result has the three parts side by side.
+        # A row of the result has the three parts one after the other.
         to = row[:, None] * (3 * columns) + (which * columns + column)[None, :]
         tl.store(joint + to, slope, mask=inside)
         if SUMS:

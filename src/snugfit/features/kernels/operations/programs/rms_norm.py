@@ -30,14 +30,14 @@ def norm_row(  # type: ignore[no-untyped-def]
     value = given.to(tl.float32)
     if ADDS:
         value += tl.load(residual + begin + at, mask=mask, other=0.0).to(tl.float32)
-        # The norm is that of the stored stream, rounded as in transformers.
+        # The norm is computed from the stored stream, which is rounded as in transformers.
         rounded = value.to(stream.dtype.element_ty)
         tl.store(stream + begin + at, rounded, mask=mask)
         value = rounded.to(tl.float32)
     if AGAIN:
         root = tl.load(roots + row)
     else:
-        # A correctly rounded root; the approximate one may differ in the last bits.
+        # The root is rounded correctly, because an approximate one may differ in the last bits.
         root = 1.0 / tl.sqrt_rn(tl.sum(value * value, 0) / columns + eps)
         tl.store(roots + row, root)
     factor = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def norm_row(  # type: ignore[no-untyped-def]
     if FROM_ONE:
         value = value * (1.0 + factor)
     elif ADDS:
-        # Llama's module rounds the norm before it multiplies by the scale.
+        # Llama rounds the normed value before it multiplies by the scale.
         value = value.to(stream.dtype.element_ty).to(tl.float32) * factor
     else:
         value = value.to(branch.dtype.element_ty).to(tl.float32) * factor
@@ -71,7 +71,7 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
         factor += 1.0
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     programs = tl.num_programs(0)
-    # Programs take every n-th row and keep the scale's gradient in registers.
+    # Programs process every n-th row, and keep their part of the scale's gradient in registers.
     for index in range(tl.cdiv(rows - program, programs)):
         row = (program + index * programs).to(tl.int64)
         begin = row * columns
@@ -83,7 +83,7 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
             total += slope * value
         slope = slope * factor
         share = tl.sum(slope * value, 0) / columns
-        # The gradient through an RMS norm: only its share along the normed row is subtracted.
+        # Gradient through an RMS norm: only its projection on the normed row is subtracted.
         slope = (slope - value * share) * root
         if ADDS:
             slope += tl.load(of_stream + begin + at, mask=mask, other=0.0).to(tl.float32)
@@ -157,7 +157,7 @@ def rms_norm_backward(
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
     norm_rows_backward[(programs,)](
-        # Unused pointers must still be valid arguments.
+        # Pointers that the kernel does not use must still be valid arguments.
         of_normed, stream if of_stream is None else of_stream, stream, scale, roots, into,
         into if into_branch is None else into_branch, roots if sums is None else sums, rows, columns,
         ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, FROM_ONE=from_one,
@@ -166,5 +166,5 @@ def rms_norm_backward(
 
 
 def warps_of(block: int) -> int:
-    """Return the number of warps for a row: about eight elements for each thread."""
+    """Return the number of warps for a row, with about eight elements for each thread."""
     return min(max(block // 256, 1), 16)

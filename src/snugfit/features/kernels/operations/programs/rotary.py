@@ -16,7 +16,7 @@ import triton.language as tl
 WARPS = 4
 
 TILE = 2048
-"""Number of elements of heads that a program processes at a time."""
+"""Number of elements of heads that one kernel program processes at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,14 +43,14 @@ def turn(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     inside = lane < HALF
-    # Angles may be shared by all sequences (`apart` is 0).
+    # All sequences may share the angles (`apart` is 0).
     position = (token // length) * apart + (token % length) * (2 * HALF)
     cosine, cosine_2, sine, sine_2 = angles_of(cosines, sines, position, lane, HALF)
     for first in range(0, QUERIES + KEYS, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
         mask = (head < QUERIES + KEYS) & inside[None, :]
         at = head * (2 * HALF) + lane[None, :]
-        # Halves are loaded into two tiles, because they are rotated into each other.
+        # The halves of a head are loaded as two tiles, because they are rotated into each other.
         left = tl.load(product + token * row_in + at, mask=mask, other=0.0).to(tl.float32)
         right = tl.load(product + token * row_in + at + HALF, mask=mask, other=0.0).to(tl.float32)
         if NORMS:
@@ -72,7 +72,7 @@ def scales_of(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Load both halves of each head's RMSNorm scale, that of queries or that of keys, in a Triton program."""
     of_query = mask & (head < QUERIES)
-    # One of the two masks is empty for each head, so the sum selects a scale.
+    # For each head, one of the two masks is empty, so the sum selects one scale.
     of_key = mask & (head >= QUERIES)
     at = lane[None, :] + head * 0
     left = tl.load(query_scale + at, mask=of_query, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def through_norm(  # type: ignore[no-untyped-def]
     """
     value = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
     value_2 = tl.load(row + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    # The root is computed again, since the product was saved before its norm.
+    # The root is computed again, because the product was saved before its norm.
     square = tl.sum(value * value, 1) + tl.sum(value_2 * value_2, 1)
     root = (1.0 / tl.sqrt_rn(square / (2 * HALF) + eps))[:, None]
     value, value_2 = value * root, value_2 * root
@@ -190,7 +190,7 @@ def rotate(
 
     `heads` are the number of heads of queries and of keys, and the width of each.
     """
-    # Without norms the scales are never read; any pointer will do.
+    # Without norms the kernel reads no scales, so any pointer is valid.
     _launch((product, product), (cosines, sines), (cosines, cosines, 0.0, False), length, heads, norms=False)
 
 
@@ -292,14 +292,15 @@ def _launch_backward(
 
 
 def _apart(cosines: torch.Tensor) -> int:
-    """Return the stride of the rotary cosines from one sequence to the next; 0 if all sequences share
-    them.
+    """Return the distance in elements of rotary cosines from one sequence to the next; 0 if all sequences
+    share them.
     """
     return 0 if cosines.size(0) == 1 else cosines.stride(0)
 
 
 def _tile(heads: int, width: int) -> dict[str, int]:
-    """Return the number of heads in a program's tile, and its width: a power of two of at least half a
-    head."""
+    """Return the number of heads that a kernel program processes at a time, and their width: a power of two
+    of at least half a head.
+    """
     half = triton.next_power_of_2(width // 2)
     return {"HEADS": min(triton.next_power_of_2(heads), max(TILE // half, 1)), "WIDTH": half}

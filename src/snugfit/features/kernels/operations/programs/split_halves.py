@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 1024
-"""Number of elements of a program (chosen)."""
+"""Number of elements in one kernel program (chosen)."""
 
 
 @triton.jit(do_not_specialize=("scale",))  # type: ignore[untyped-decorator]
