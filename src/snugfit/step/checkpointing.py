@@ -253,7 +253,7 @@ class _Span:
         self.handed_on = 0  # id of the passed tensor, which is not kept alive
 
     def refusal(self) -> RecipeError:
-        """Return the error for a model whose layers cannot be recomputed as a span."""
+        """Return the error for a model whose consecutive layers cannot be recomputed as one checkpoint."""
         return RecipeError(
             f"{self.name} passes on more than its hidden states, or the model changes them between layers. "
             "So its layers cannot be recomputed several at a time. Choose a checkpointing technique that "

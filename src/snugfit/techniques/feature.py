@@ -59,7 +59,7 @@ class Configuration(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the job and the recipe that the file describes, by the keys of a job file."""
+        """Return the settings of this configuration file as a dictionary with snugfit's own keys."""
 
     @property
     def doubts(self) -> Sequence[str]:

@@ -16,7 +16,10 @@ from snugfit.hub_kernels import import_peft
 
 
 def load() -> None:
-    """Import peft, and compile transformers' patterns for names of older weights if it has them."""
+    """Import peft, and let transformers compile the regular expressions with which it renames older weights.
+
+    Worker processes that are forked later inherit both.
+    """
     with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
         import_peft()
     with contextlib.suppress(ImportError):

@@ -1,4 +1,6 @@
-"""Prediction and measurement of every experiment of the guide, for a comparison with the published figures.
+"""Prediction and measurement of every experiment of the Hugging Face performance guide.
+
+The results are compared with the figures that the guide publishes.
 
 `run` computes up to three results for each experiment. The first is its prediction on the given GPU, under
 the installed software. The second is its measurement here. The third is a prediction for each published

@@ -41,7 +41,7 @@ class Bound(NamedTuple):
     compiled_bytes: int = 0
     """Lower bound of the peak bytes if the layers are compiled."""
     compiled_seconds: float = 0.0
-    """Lower bound of the seconds of the kernels that remain in a step with compiled layers; 0 if unknown."""
+    """Seconds of the kernels that compilation does not fuse, such as matrix products; 0 if unknown."""
 
     def at_least(self, other: Bound) -> Bound:
         """Return a bound with the larger bytes and the larger seconds of two bounds."""

@@ -37,7 +37,7 @@ class Grown(NamedTuple):
     """Index of the corresponding entry in the sequence of the deeper small model."""
     numbers: tuple[int, ...]
     repeats: bool = False
-    """True if the element belongs to the entries that repeat with each further layer."""
+    """True if this part of the trace repeats with each further layer."""
 
 
 class _Insertion(NamedTuple):

@@ -67,7 +67,7 @@ class Staging:
         return copied
 
     def copy_passing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor that will soon be freed to the host. A later tensor at the same address gets its own
+        """Copy to the host a tensor that will soon be freed. A later tensor at the same address gets its own
         copy.
         """
         import torch

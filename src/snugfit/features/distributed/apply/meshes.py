@@ -36,7 +36,7 @@ def mesh(tensor: Any) -> Any:
 
 
 class MeshParts(TensorParts):
-    """Operations on tensors that are whole, or sharded over meshes of ranks."""
+    """Norms and gathered copies of tensors, some of which are sharded over meshes of ranks."""
 
     def is_part(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is sharded over a mesh of ranks."""

@@ -388,8 +388,8 @@ def refusable(shared: Shared) -> str:
 
 
 def _ways_to_cut(job: Job, shared: Shared, fixed: Kept) -> Iterator[_WayToShare]:
-    """Yield a layout with all its numbers of micro-batches, or with pipeline stages one layout for each
-    number.
+    """Yield the layout with the list of its possible numbers of micro-batches. With pipeline stages, yield it
+    once for each number instead.
     """
     pieces = cuts(job, shared, fixed)
     sizes = [size_of(job, shared, one) for one in pieces]
