@@ -51,7 +51,7 @@ class RuntimeHandler(_EvaluationHandler):
     wish = RUNTIME.name
 
     def evaluated_model(self, value: str, loop: Any, build: Callable[[], Any]) -> Any:
-        """Export the job's model in a separate process, and return a model that the library runs."""
+        """Export the job's model in a separate process. Return a model whose forward pass the engine runs."""
         from snugfit.features.engines.session import exported_model, tensorrt_model
 
         return tensorrt_model(loop, build) if value == "tensorrt" else exported_model(value, loop)

@@ -146,7 +146,7 @@ def suite() -> tuple[GuideExperiment, ...]:
 
 
 def machines() -> dict[str, Machine]:
-    """Return the machines of the published figures, by name."""
+    """Return the machines on which the guide's published numbers were measured, by name."""
     keys = ("gpu", "note", "software")
     return {
         name: Machine(name=name, **{key: facts[key] for key in keys if key in facts})

@@ -131,7 +131,7 @@ class RecipeCosts:
         self, method: str, groups: Sequence[list[Recipe]]
     ) -> Iterator[tuple[list[Recipe], list[Any]]]:
         """Call a method of the worker processes for each group of recipes. Yield each group with its results.
-        After an error, it is the result of each recipe.
+        If the call fails, the error is the result of each recipe.
         """
         questions = [
             # Setups are sent to workers, which need nothing else of a recipe.

@@ -280,7 +280,7 @@ class RecomputingKinds:
 
     def _take_out(self, chosen: Iterable[int]) -> dict[int, Bound]:
         """Remove these recipes from the postponed ones, with all that have the same forward and backward
-        passes and micro-batch size. Return their estimates, before the factors of `_taken`.
+        passes and micro-batch size. Return their estimates without the correction by `_taken`.
         """
         candidates = self.space.candidates
         sizes = {candidates[number].sized: candidates[number].passes for number in chosen}

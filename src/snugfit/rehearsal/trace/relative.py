@@ -385,8 +385,8 @@ class TraceWriter:
         )
 
     def _may_shift(self, moves: Sequence[Move]) -> bool:
-        """Return True if a repetition of these events can differ from them only in the numbers of its memory
-        blocks.
+        """Return True if a repetition of these events can be written as the same events with other
+        identifiers of memory blocks.
         """
         return self._is_plain and not any(
             # A freed state changes its kind (`_append_free`); blocks of other streams have further entries.

@@ -309,8 +309,8 @@ class _Meaning:
                 self.script.unread.append((call.line, f"{call.text} (options have their defaults here)"))
 
     def value(self, value: Any) -> Any:
-        """Convert a value of the script to the form of a configuration file. Options without a default are
-        left out.
+        """Convert a value of the script to the form of a configuration file. Command-line options without a
+        value are omitted.
         """
         if isinstance(value, Mapping):
             return _without_options({key: self.value(one) for key, one in value.items()})

@@ -184,8 +184,8 @@ def problem_of_model_loss(
 
 
 def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
-    """Return a sentence on the error that transformers makes with the user's own loss; empty without an
-    error.
+    """Return a sentence that transformers scales the user's own loss wrongly over several micro-batches; ""
+    if it does not.
 
     The loss did not use `num_items_in_batch`.
     """

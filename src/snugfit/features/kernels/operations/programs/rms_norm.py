@@ -151,8 +151,8 @@ def rms_norm_backward(
     sums: torch.Tensor | None,
     programs: int,
 ) -> None:
-    """Write the gradients of residual stream and sublayer output (T, H), and each program's row of `sums` for
-    that of the scale.
+    """Write the gradients of the residual stream and of the sublayer's output (T, H). Each Triton program
+    also writes one row of `sums`, its partial sum of the scale's gradient.
     """
     rows, columns = stream.shape
     block = triton.next_power_of_2(columns)
