@@ -47,7 +47,7 @@ class PassSeconds:
 class GenerationResult:
     """The cache of a predicted generation, and its seconds.
 
-    On three H200 hosts, they differed by 6 to 9 % in prefill and by 10 to 20 % in decoding (medians).
+    On three H200 hosts, they differed by 6 to 9 % in prefill and by 11 to 20 % in decoding (medians).
     `results/h200-2026-11-30/generation-again.json` has each.
     """
 
