@@ -110,7 +110,7 @@ def parts_of_decoder(shapes: Shapes) -> dict[str, tuple[Side, Side]]:
     loss = Loss(True, -100, 0.0, lambda logits: logits, kernel=CrossEntropyKernel())
     return {
         "residual + RMSNorm": (
-            Side(lambda *a: add_rms_norm(*a, 1e-5, HALF, from_one=False), (x, residual, scale)),
+            Side(lambda *a: add_rms_norm(*a, 1e-5, HALF, scaling=0), (x, residual, scale)),
             Side(
                 lambda *a: LigerFusedAddRMSNormFunction.apply(*a, 1e-5, 0.0, "llama", False)[::-1],
                 (x, residual, scale),

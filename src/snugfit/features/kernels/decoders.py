@@ -1,21 +1,25 @@
-"""Decoders whose modules snugfit's own kernels can compute: Llama, Qwen2, Qwen3, Mistral, and three Gemma
-models.
+"""Decoders whose modules snugfit's own kernels can compute: those with the code of Llama, Qwen, Mistral,
+Gemma, Phi-3, Granite, GLM-4, OLMo 2 or SmolLM3 in transformers (`same_code.py`).
 
 Three kernels replace the operators between the matrix products of a layer. One adds a sublayer's output to
 the residual stream and norms the sum. The others are the rotation of queries and keys, and the gated
 activation. Queries, keys and values are one matrix product, and so are gate and up.
+
+Each part of a layer is replaced on its own. A layer whose attention has other code runs that code, between
+norms and an MLP of snugfit. Its linear layers with adapters are single products (`operations/adapted.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from snugfit.features.kernels.attention import attend
-from snugfit.features.kernels.operations.adapted import is_adapted, is_packed, projections_of
+from snugfit.features.kernels.decoder_forms import CAPPED, FORMS, SLIDING, AttentionForm, LayerForm, MLPForm
+from snugfit.features.kernels.operations.adapted import AdaptedForward, is_adapted, is_packed, projections_of
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
 from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
@@ -23,41 +27,15 @@ from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.projections import Projections, lora_linear
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
+from snugfit.features.kernels.operations.scaling import Scaling
+from snugfit.features.kernels.same_code import same_as
 from snugfit.step.own_forward import OwnForward
-
-SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
-
-
-class DecoderFamily(NamedTuple):
-    """Properties in which the decoders of one modeling file of transformers differ from Llama's."""
-
-    prefix: str
-    """Prefix of the family's class names in transformers."""
-    extras: tuple[str, ...] = ()
-    """Attributes of the attention module, or of its config, that it passes to the attention function."""
-    from_one: bool = False
-    """True if norms multiply by one plus the learned scale, as in Gemma."""
-    norms_branches: bool = False
-    """True if the output of attention or the MLP is normed before it is added to the residual stream."""
-
-
-FAMILIES = {
-    "llama": DecoderFamily("Llama"),
-    "qwen2": DecoderFamily("Qwen2", (SLIDING,)),
-    "qwen3": DecoderFamily("Qwen3", (SLIDING,)),
-    "mistral": DecoderFamily("Mistral", (SLIDING,)),
-    "gemma": DecoderFamily("Gemma", from_one=True),
-    "gemma2": DecoderFamily("Gemma2", (SLIDING, CAPPED), from_one=True, norms_branches=True),
-    "gemma3": DecoderFamily("Gemma3", (SLIDING,), from_one=True, norms_branches=True),
-}
-"""Decoder families by the name of their file in transformers, `modeling_NAME.py`."""
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
 """Name of an attribute's value as an argument of the attention function, by attribute."""
 
-TANH = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
-"""Supported activations of gated MLPs by their name in transformers; True for GELU's approximation by tanh.
-"""
+TANH = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
+"""Supported activations of gated MLPs by their class names; True for GELU's approximation by tanh."""
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -69,44 +47,69 @@ def fuse(model: torch.nn.Module) -> list[str]:
         if "forward" in vars(module):  # replaced by the user, or by an earlier `fuse`
             continue
         for part, fuse_part in _PARTS.items():
-            family = _family(module, part)
-            if family is not None and fuse_part(module, family):
+            form = _form(module, part)
+            if form is not None and fuse_part(module, form):
                 changed[type(module).__name__] = None
-        # After the last norm there is no layer that could fuse it.
-        norm = getattr(module, "norm", None)
-        family = _family(norm, "RMSNorm")
-        if family is not None and "forward" not in vars(norm):
-            _replace(norm, _norm, family)
+        for norm in _single_norms(module):
+            _replace(norm, _norm, _form(norm, "RMSNorm"))
             changed[type(norm).__name__] = None
+    _fuse_adapters(model)
     return list(changed)
 
 
-def _family(module: Any, part: str) -> DecoderFamily | None:
-    """Return the decoder family to which this module belongs; None for every other module."""
-    name = type(module).__module__.rpartition(".modeling_")[2]
-    family = FAMILIES.get(name)
-    # A subclass in another file may compute a different result.
-    known = family is not None and type(module).__module__ == f"transformers.models.{name}.modeling_{name}"
-    return family if known and family and type(module).__name__ == family.prefix + part else None
+def _single_norms(module: Any) -> list[Any]:
+    """Return the supported norms of a module that no layer of snugfit computes: the one after all layers, and
+    those of a layer that runs its own code.
+    """
+    norms = [getattr(module, "norm", None)] if hasattr(module, "layers") else []
+    if "forward" not in vars(module) and (hasattr(module, "self_attn") or hasattr(module, "linear_attn")):
+        norms += module.children()
+    return [norm for norm in norms if _form(norm, "RMSNorm") is not None and "forward" not in vars(norm)]
 
 
-def _replace(module: Any, forward: Callable[..., Any], family: DecoderFamily) -> None:
+def _form(module: Any, part: str) -> Any:
+    """Return the form of a module whose class name ends with `part`; None for every unsupported module."""
+    # Gemma 4 has norms without a scale.
+    return _form_of(type(module), part) if getattr(module, "with_scale", True) else None
+
+
+@cache
+def _form_of(kind: type, part: str) -> Any:
+    reference = same_as(kind, part, FORMS[part])
+    return None if reference is None else FORMS[part][reference]
+
+
+def _fuse_adapters(model: torch.nn.Module) -> None:
+    """Make linear layers with supported adapters single products, for modules that run their own code."""
+    for layer in model.modules():
+        if is_adapted(layer) and projections_of([layer]) is not None:
+            layer.forward = AdaptedForward(partial(_either, _adapt, None), layer)
+
+
+def _adapt(
+    self: Any, form: None, own: Callable[..., Any], x: torch.Tensor, *others: Any, **keywords: Any
+) -> Any:
+    projections = projections_of([self])
+    if projections is None or others or keywords:
+        return own(x, *others, **keywords)
+    return lora_linear(x, projections)[0]
+
+
+def _replace(module: Any, forward: Callable[..., Any], form: Any) -> None:
     """Replace the module's forward pass in training, and keep the module's own in evaluation.
 
-    `forward` takes the module, its family and its own forward pass first.
+    `forward` takes the module, its form and its own forward pass first.
     """
-    module.forward = OwnForward(partial(_either, forward, family), module)
+    module.forward = OwnForward(partial(_either, forward, form), module)
 
 
-def _either(
-    forward: Callable[..., Any], family: DecoderFamily, module: Any, *arguments: Any, **keywords: Any
-) -> Any:
+def _either(forward: Callable[..., Any], form: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
     # The method of the class, because this one replaces that of the instance.
     own = partial(type(module).forward, module)
     # The kernels save tensors for a backward pass, which evaluation does not have.
     if not module.training:
         return own(*arguments, **keywords)
-    return forward(module, family, own, *arguments, **keywords)
+    return forward(module, form, own, *arguments, **keywords)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------
@@ -117,45 +120,45 @@ def _eps(norm: Any) -> float:
 
 
 def _add_and_norm(
-    branch: torch.Tensor, stream: torch.Tensor | None, norm: Any, family: DecoderFamily
+    branch: torch.Tensor, stream: torch.Tensor | None, norm: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream plus a sublayer's output (B, S, H), and its RMSNorm in the dtype of the next
     matrix product.
     """
+    scaling = _form(norm, "RMSNorm")
     whole = branch if stream is None else stream
     dtype = activation_dtype(whole)
     # Without autocast, transformers multiplies the scale in the wider dtype.
-    if dtype == whole.dtype and not family.from_one:
+    if dtype == whole.dtype and scaling == Scaling.ROUNDED:
         dtype = torch.promote_types(dtype, norm.weight.dtype)
-    return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, from_one=family.from_one)
+    return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, scaling=scaling)
 
 
-def _norm(
-    self: Any, family: DecoderFamily, own: Callable[..., Any], hidden_states: torch.Tensor
-) -> torch.Tensor:
-    return _add_and_norm(hidden_states, None, self, family)[1]
+def _norm(self: Any, form: Scaling, own: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
+    return _add_and_norm(hidden_states, None, self)[1]
 
 
 # ---- attention -------------------------------------------------------------------------------------------
 
 
-def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
-    projections = projections_of((module.q_proj, module.k_proj, module.v_proj))
+def _fuse_attention(module: Any, form: AttentionForm) -> bool:
+    projections = projections_of([getattr(module, name) for name in form.layers])
+    norms = [_form(getattr(module, name, None), "RMSNorm") for name in ("q_norm", "k_norm")]
     # The two halves of a head are rotated into each other, so the head size must be even.
-    if projections is None or module.head_dim % 2:
+    if projections is None or module.head_dim % 2 or Scaling.UNROUNDED in norms:
         return False
     # Weights that are adjacent in memory form one matrix, so the three products become one.
     if not projections.states:
         lay_side_by_side(projections.weights)
     if projections.biases:
         lay_side_by_side(projections.biases)
-    _replace(module, _attend, family)
+    _replace(module, _attend, form)
     return True
 
 
 def _attend(
     self: Any,
-    family: DecoderFamily,
+    form: AttentionForm,
     own: Callable[..., Any],
     hidden_states: torch.Tensor,
     position_embeddings: Any = None,
@@ -164,22 +167,18 @@ def _attend(
     **keywords: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Compute a decoder's attention (B, S, H), with products, norms and rotation by snugfit's kernels."""
-    projections = projections_of((self.q_proj, self.k_proj, self.v_proj))
-    # An adapter may have replaced a layer since the model was built.
-    if projections is None:
+    projections = projections_of([getattr(self, name) for name in form.layers])
+    # An adapter may have replaced a layer since the model was built. The kernel rotates whole heads.
+    if projections is None or not _rotates_heads(self, form, position_embeddings):
         return own(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
-    width = self.head_dim
-    heads = Heads(self.q_proj.out_features // width, self.k_proj.out_features // width, width)
-    norms = None
-    # Qwen3 and Gemma 3 norm the queries and keys of each head.
-    if hasattr(self, "q_norm"):
-        norms = Norms(self.q_norm.weight, self.k_norm.weight, _eps(self.q_norm), family.from_one)
-    query, key, value = attention_inputs(hidden_states, position_embeddings, heads, projections, norms)
+    query, key, value = attention_inputs(
+        hidden_states, position_embeddings, _heads(self), projections, _head_norms(self)
+    )
     if past_key_values is not None:
         key, value = _remember(past_key_values, key, value, self.layer_idx)
-    extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
+    extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in form.extras}
     options = extras | keywords
     if self.config._attn_implementation == "sdpa":
         options.pop("cu_seq_lens_q", None)  # sdpa does not read it, and encoders use it otherwise
@@ -188,6 +187,25 @@ def _attend(
     )
     # Some kernels return a transposed result, while the product needs rows.
     return _project(self.o_proj, given.contiguous()), scores
+
+
+def _rotates_heads(module: Any, form: AttentionForm, angles: Any) -> bool:
+    """Return True if an attention module rotates all columns of its heads by these angles."""
+    return bool(getattr(module, form.rotates or "head_dim")) and angles[0].size(-1) == module.head_dim
+
+
+def _heads(module: Any) -> Heads:
+    """Return the numbers of heads of an attention module, and their width."""
+    queries = module.o_proj.in_features // module.head_dim
+    return Heads(queries, queries // module.num_key_value_groups, module.head_dim)
+
+
+def _head_norms(module: Any) -> Norms | None:
+    """Return the norms of queries and keys, which Qwen3 and Gemma 3 have for each head."""
+    if not hasattr(module, "q_norm"):
+        return None
+    from_one = _form(module.q_norm, "RMSNorm") == Scaling.FROM_ONE
+    return Norms(module.q_norm.weight, module.k_norm.weight, _eps(module.q_norm), from_one)
 
 
 def _project(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -219,84 +237,86 @@ def _remember(
 # ---- the MLP ---------------------------------------------------------------------------------------------
 
 
-def _fuse_mlp(module: Any, family: DecoderFamily) -> bool:
-    into, back = _mlp_projections(module)
-    if into is None or back is None or _activation(module) not in TANH:
+def _fuse_mlp(module: Any, form: MLPForm) -> bool:
+    into, back = _mlp_projections(module, form)
+    if into is None or back is None or type(getattr(module, form.activation)).__name__ not in TANH:
         return False
     if not into.states:
         lay_side_by_side(into.weights)
-    _replace(module, _gate, family)
+    _replace(module, _gate, form)
     # False marks a gated MLP. `fused(recomputed_mlps)` sets some of them to True.
     setattr(module, RECOMPUTES, False)
     return True
 
 
-def _mlp_projections(module: Any) -> tuple[Projections | None, Projections | None]:
+def _mlp_projections(module: Any, form: MLPForm) -> tuple[Projections | None, Projections | None]:
     """Return the linear layers before and after the activation of an MLP; None if the MLP must run its own
     code.
     """
-    into = projections_of((module.gate_proj, module.up_proj), biased=False)
+    into = projections_of([getattr(module, name) for name in form.layers], biased=False)
     return into, projections_of([module.down_proj], biased=False)
 
 
-def _activation(module: Any) -> str:
-    return str(
-        getattr(module.config, "hidden_activation", None) or getattr(module.config, "hidden_act", None)
-    )
-
-
-def _gate(self: Any, family: DecoderFamily, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    into, back = _mlp_projections(self)
+def _gate(self: Any, form: MLPForm, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    into, back = _mlp_projections(self, form)
     if into is None or back is None:
         return own(x)  # type: ignore[no-any-return]
     keeps = not getattr(self, RECOMPUTES, False)
-    return gated_mlp(x, into, back, tanh=TANH[_activation(self)], keeps=keeps)
+    tanh = TANH[type(getattr(self, form.activation)).__name__]
+    return gated_mlp(x, into, back, tanh=tanh, keeps=keeps)
 
 
 # ---- the layer -------------------------------------------------------------------------------------------
 
 
-def _fuse_layer(module: Any, family: DecoderFamily) -> bool:
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if family.norms_branches:
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    # The layer fuses its norms, so all of them must belong to this family.
-    if not all(_family(getattr(module, name, None), "RMSNorm") == family for name in names):
+def _fuse_layer(module: Any, form: LayerForm) -> bool:
+    # The layer fuses its norms, so all of them must be supported.
+    if any(_form(getattr(module, name, None), "RMSNorm") is None for name in form[:4] if name):
         return False
-    _replace(module, _run_layer, family)
+    _replace(module, _run_layer, form)
     return True
 
 
 def _run_layer(
     self: Any,
-    family: DecoderFamily,
+    form: LayerForm,
     own: Callable[..., Any],
     hidden_states: torch.Tensor,
     *others: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    """Run the forward pass of the family's layer, with each addition but the last fused into a norm.
+    """Run the forward pass of a decoder layer, with each addition before a norm fused into it.
 
-    Positional arguments differ between families, so a call with any runs the layer's own code.
+    Positional arguments differ between layers, so a call with any runs the layer's own code.
     """
     if others:
         return own(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
-    stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)
+    stream = normed = hidden_states
+    if form.before_attention:
+        stream, normed = _add_and_norm(hidden_states, None, getattr(self, form.before_attention))
     branch, _ = self.self_attn(hidden_states=normed, **keywords)
-    before_mlp = self.post_attention_layernorm
-    # Gemma norms the attention's output before it is added, and then the stream before the MLP.
-    if family.norms_branches:
-        _, branch = _add_and_norm(branch, None, self.post_attention_layernorm, family)
-        before_mlp = self.pre_feedforward_layernorm
-    stream, normed = _add_and_norm(branch, stream, before_mlp, family)
-    from_mlp: torch.Tensor = self.mlp(normed)
-    if family.norms_branches:
-        _, from_mlp = _add_and_norm(from_mlp, None, self.post_feedforward_layernorm, family)
+    branch = _close_branch(self, form, branch, form.after_attention, form.dropouts[0])
+    if form.before_mlp:
+        stream, normed = _add_and_norm(branch, stream, getattr(self, form.before_mlp))
+    else:
+        stream = normed = stream + branch
+    branch = _close_branch(self, form, self.mlp(normed), form.after_mlp, form.dropouts[1])
     # The next layer's first norm is in another module, so this addition is not fused.
-    return stream + from_mlp
+    return stream + branch
 
 
-_PARTS: dict[str, Callable[[Any, DecoderFamily], bool]] = {
+def _close_branch(
+    module: Any, form: LayerForm, branch: torch.Tensor, norm: str, dropout: str
+) -> torch.Tensor:
+    """Return the output of attention or MLP (B, S, H) as a layer adds it to the residual stream."""
+    if norm:
+        _, branch = _add_and_norm(branch, None, getattr(module, norm))
+    if dropout:
+        branch = getattr(module, dropout)(branch)
+    return branch * getattr(module, form.multiplier) if form.multiplier else branch
+
+
+_PARTS: dict[str, Callable[[Any, Any], bool]] = {
     "Attention": _fuse_attention,
     "MLP": _fuse_mlp,
     "DecoderLayer": _fuse_layer,

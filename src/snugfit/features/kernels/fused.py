@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.features.kernels.attentions import PADDING_FREE
+from snugfit.features.kernels.decoder_forms import fused_parts
 from snugfit.features.kernels.fields import FusedWish
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between
@@ -45,11 +46,8 @@ if TYPE_CHECKING:
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
 """Model types of transformers whose encoder layers `encoders.py` supports; also GPT-2."""
 
-DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-"""Model types of transformers whose decoder layers `decoders.py` supports."""
-
-KNOWN = (*ENCODERS, *DECODERS)
-"""All model types of transformers that the technique supports."""
+COVERED = f"{', '.join(ENCODERS)}, and decoders with the code of Llama, Qwen, Mistral, Gemma or Phi-3"
+"""Models of the technique in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ class Fused(Technique):
         """
         if why := self.planning_objection(job):
             yield f"{why} Try 'torch_kernels'."
-        elif self.recomputed_mlps and not _is_decoder(job):
+        elif self.recomputed_mlps and not _is_gated(job):
             yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
@@ -123,7 +121,7 @@ class Fused(Technique):
         """Return settings that need less memory. Each recomputes the product of gate and up in one more
         decoder layer, up to all.
         """
-        if self.recomputed_mlps or job.model.module is not None or not _is_decoder(job):
+        if self.recomputed_mlps or job.model.module is not None or not _is_gated(job):
             return ()
         return [replace(self, recomputed_mlps=k) for k in range(1, job.model.layers + 1)]
 
@@ -134,14 +132,14 @@ class Fused(Technique):
         """
         module = job.model.module
         if module is None:
-            model_type = str(job.model.config.get("model_type"))
-            known = model_type in KNOWN
+            types = {str(job.model.config.get("model_type"))}
         else:
-            model_type = type(module).__name__
-            files = {type(one).__module__ for one in module.modules()}
-            names = {name.removesuffix("_text") for name in KNOWN}  # other models are in these files too
-            known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
-        return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."
+            names = [type(one).__module__.rpartition(".modeling_") for one in module.modules()]
+            types = {name for folder, _, name in names if folder == f"transformers.models.{name}"}
+        if any(name in ENCODERS or fused_parts(name) for name in types):
+            return ""
+        name = types.pop() if module is None else type(module).__name__
+        return f"fused has no kernels for {name}. It covers {COVERED}."
 
 
 def _own_code(job: Job, adapters: Technique) -> str:
@@ -152,14 +150,16 @@ def _own_code(job: Job, adapters: Technique) -> str:
         return ", ".join(unsupported_settings(job.model.module))
     if not any(wish.freezes for wish in used_wishes(adapters.alone)):
         return ""
-    if not _is_decoder(job):
-        return f"adapters of {job.model.config.get('model_type')}"
+    if job.model.config.get("model_type") == "gpt2":
+        return "adapters of a Conv1D"
     if getattr(adapters, "bits", 4) == 8:
         return "weights of 8 bits"
     return "DoRA" if getattr(adapters, "dora", False) else ""
 
 
-def _is_decoder(job: Job) -> bool:
-    """Return True if the job's model is a decoder with gated MLPs; a user's own module is checked when
-    built."""
-    return job.model.module is not None or job.model.config.get("model_type") in DECODERS
+def _is_gated(job: Job) -> bool:
+    """Return True if the layers of the job's model have gated MLPs; a user's own module is checked later."""
+    if job.model.module is not None:
+        return True
+    parts = fused_parts(str(job.model.config.get("model_type")))
+    return "MLP" in parts and "Experts" not in parts

@@ -11,6 +11,7 @@ from snugfit.features.kernels.operations.joint_linear import is_plain
 from snugfit.features.kernels.operations.low_rank import Adapter
 from snugfit.features.kernels.operations.philox import scale, threshold
 from snugfit.features.kernels.operations.projections import Projections
+from snugfit.step.own_forward import OwnForward
 
 _LORA = ("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
 """Module and name of peft's classes for linear layers with LoRA adapters."""
@@ -21,6 +22,10 @@ _FOUR_BITS = "bitsandbytes.nn.modules", "Linear4bit"
 
 VARIANTS = {"DoraLinearVariant": "DoRA"}
 """Names of LoRA's variants in messages, by their class names in peft."""
+
+
+class AdaptedForward(OwnForward):
+    """Forward pass of a linear layer with adapters by snugfit's kernels."""
 
 
 def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Projections | None:
@@ -59,7 +64,9 @@ def _is_supported(layer: Any) -> bool:
 
 def _is_hooked(layer: Any) -> bool:
     """Return True if a hook or a wrapper expects to be called with the layer's input."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+    wrapper = vars(layer).get("forward")
+    is_wrapped = wrapper is not None and not isinstance(wrapper, AdaptedForward)
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or is_wrapped)
 
 
 def is_adapted(layer: Any) -> bool:

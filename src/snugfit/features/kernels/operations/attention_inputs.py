@@ -70,7 +70,7 @@ class AttentionInputs(torch.autograd.Function):
         product_to_keep = product if kind is not None else None
         # The input is normed again in the backward pass, which costs less than saving it.
         needs_rows = joint.needs_rows(ctx.needs_input_grad[8:])
-        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
+        *source, ctx.scaling = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(*angles, query_scale, key_scale, product_to_keep, *source, *joint.tensors)
         ctx.kind, ctx.hidden_dtype, ctx.joint = kind, hidden.dtype, joint.settings
         ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
@@ -97,7 +97,7 @@ class AttentionInputs(torch.autograd.Function):
         of_parameters = joint.gradients(
             of_product,
             slopes,
-            lambda: rows_again(source, ctx.from_one, of_product.dtype),
+            lambda: rows_again(source, ctx.scaling, of_product.dtype),
             ctx.needs_input_grad[8:],
         )
         of_hidden = None

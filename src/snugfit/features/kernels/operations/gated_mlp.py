@@ -63,7 +63,7 @@ class GatedMLP(torch.autograd.Function):
         out, narrow = JointProduct.start(activate(product, tanh), back, tensors[into.tensor_count :])
         # The input is needed for gradients of weights, or for computing the product again.
         needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.tensor_count])
-        *source, ctx.from_one = rows_to_keep(hidden, rows, needs_it=needs_rows)
+        *source, ctx.scaling = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(product if keeps else None, *source, *wide.tensors, *narrow.tensors)
         ctx.tanh, ctx.hidden_dtype, ctx.dtype = tanh, hidden.dtype, rows.dtype
         ctx.wide, ctx.narrow, ctx.count = wide.settings, narrow.settings, len(wide.tensors)
@@ -83,7 +83,7 @@ class GatedMLP(torch.autograd.Function):
         needs_narrow = ctx.needs_input_grad[5 + wide.layout.tensor_count :]
         rows = None
         if product is None:
-            rows = rows_again(source, ctx.from_one, ctx.dtype)
+            rows = rows_again(source, ctx.scaling, ctx.dtype)
             product = wide.multiply(rows)
         of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         slopes = narrow.slopes(of_out)
@@ -98,7 +98,7 @@ class GatedMLP(torch.autograd.Function):
         of_wide = wide.gradients(
             product,
             slopes,
-            lambda: rows_again(source, ctx.from_one, product.dtype) if rows is None else rows,
+            lambda: rows_again(source, ctx.scaling, product.dtype) if rows is None else rows,
             needs_wide,
         )
         of_hidden = None

@@ -199,7 +199,7 @@ class LoraLinear(torch.autograd.Function):
         """Return the results; save the input's rows or their source, and the adapters' S."""
         rows = x.reshape(-1, x.size(-1)).to(activation_dtype(x))
         product, joint = JointProduct.start(rows, layout, tensors)
-        *source, ctx.from_one = rows_to_keep(x, rows, needs_it=joint.needs_rows(ctx.needs_input_grad[2:]))
+        *source, ctx.scaling = rows_to_keep(x, rows, needs_it=joint.needs_rows(ctx.needs_input_grad[2:]))
         ctx.save_for_backward(*source, *joint.tensors)
         ctx.x_dtype, ctx.joint = x.dtype, joint.settings
         return product.view(*x.shape[:-1], -1).split(layout.sizes, -1)
@@ -216,7 +216,7 @@ class LoraLinear(torch.autograd.Function):
         of_tensors = joint.gradients(
             of_product,
             slopes,
-            lambda: rows_again(source, ctx.from_one, of_product.dtype),
+            lambda: rows_again(source, ctx.scaling, of_product.dtype),
             ctx.needs_input_grad[2:],
         )
         of_x = None

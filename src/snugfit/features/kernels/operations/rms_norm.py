@@ -17,6 +17,7 @@ import torch
 
 from snugfit.features.kernels.operations.column_sums import add_partials
 from snugfit.features.kernels.operations.operators import define, has_kernel
+from snugfit.features.kernels.operations.scaling import Scaling
 
 PROGRAMS = 528
 """Number of kernel programs in a backward pass (chosen): four for each multiprocessor of an H100 or H200.
@@ -27,22 +28,22 @@ _SOURCE = "normed_from"
 """Name of a normed tensor's attribute that holds the `Source` from which it can be computed again."""
 
 _RMS_NORM_AGAIN = define(
-    "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, bool from_one, *, Tensor(a!) normed) -> ()",
+    "rms_norm_again(Tensor stream, Tensor scale, Tensor roots, int scaling, *, Tensor(a!) normed) -> ()",
     "rms_norm",
 )
 _RMS_NORM = define(
-    "rms_norm(Tensor stream, Tensor scale, float eps, bool from_one, *, Tensor(a!) normed, Tensor(b!) roots) "
+    "rms_norm(Tensor stream, Tensor scale, float eps, int scaling, *, Tensor(a!) normed, Tensor(b!) roots) "
     "-> ()",
     "rms_norm",
 )
 _ADD_RMS_NORM = define(
-    "add_rms_norm(Tensor branch, Tensor residual, Tensor scale, float eps, bool from_one, *, Tensor(a!) "
+    "add_rms_norm(Tensor branch, Tensor residual, Tensor scale, float eps, int scaling, *, Tensor(a!) "
     "stream, Tensor(b!) normed, Tensor(c!) roots) -> ()",
     "rms_norm",
 )
 _RMS_NORM_BACKWARD = define(
     "rms_norm_backward(Tensor of_normed, Tensor? of_stream, Tensor stream, Tensor scale, Tensor roots, bool "
-    "from_one, *, Tensor(a!) into, Tensor(b!)? into_branch, Tensor(c!)? sums, int programs) -> ()",
+    "scaling, *, Tensor(a!) into, Tensor(b!)? into_branch, Tensor(c!)? sums, int programs) -> ()",
     "rms_norm",
 )
 
@@ -53,7 +54,7 @@ class Source(NamedTuple):
     stream: torch.Tensor  # (..., H)
     scale: torch.Tensor  # (H,)
     roots: torch.Tensor  # (T,)
-    from_one: bool
+    scaling: int
 
 
 def add_rms_norm(
@@ -63,17 +64,17 @@ def add_rms_norm(
     eps: float,
     dtype: torch.dtype,
     *,
-    from_one: bool,
+    scaling: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the residual stream (residual + branch), and its norm in `dtype`, both (..., H).
 
     Without a residual the branch is the stream. The normed tensor carries its `Source`.
     """
     stream, normed, roots = AddRMSNorm.apply(  # type: ignore[no-untyped-call]
-        branch, residual, scale, eps, dtype, from_one
+        branch, residual, scale, eps, dtype, scaling
     )
     # The next product saves the source instead of the normed tensor.
-    setattr(normed, _SOURCE, Source(stream, scale, roots, from_one))
+    setattr(normed, _SOURCE, Source(stream, scale, roots, scaling))
     return stream, normed
 
 
@@ -89,20 +90,20 @@ def rows_to_keep(hidden: torch.Tensor, rows: torch.Tensor, *, needs_it: bool) ->
     return (rows, None, None, None) if source is None else source
 
 
-def rows_again(source: Sequence[torch.Tensor], from_one: bool | None, dtype: torch.dtype) -> torch.Tensor:
+def rows_again(source: Sequence[torch.Tensor], scaling: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the input rows (T, H) of a linear layer in its backward pass, recomputed from its saved tensors.
 
-    `from_one` selects the form of the norm; None means that the rows themselves were saved.
+    `scaling` is a number of `Scaling`; None means that the rows themselves were saved.
     """
-    if from_one is None:
+    if scaling is None:
         return source[0]
     stream, scale, roots = source
     stream = _rows(stream)
     if not has_kernel(stream):
-        return _scale_rows(stream, scale, roots, from_one, dtype)
+        return _scale_rows(stream, scale, roots, scaling, dtype)
     # Norming again costs one read and one write, and saves memory.
     normed = torch.empty_like(stream, dtype=dtype)
-    _RMS_NORM_AGAIN(stream, scale, roots, from_one, normed=normed)
+    _RMS_NORM_AGAIN(stream, scale, roots, scaling, normed=normed)
     return normed
 
 
@@ -117,7 +118,7 @@ class AddRMSNorm(torch.autograd.Function):
         scale: torch.Tensor,
         eps: float,
         dtype: torch.dtype,
-        from_one: bool,
+        scaling: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the residual stream, its norm, and the inverse root of each row's mean square; save the
         first and last.
@@ -125,12 +126,12 @@ class AddRMSNorm(torch.autograd.Function):
         rows = _rows(branch)
         if residual is None:
             stream = branch
-            normed, roots = _norm(rows, scale, eps, dtype, from_one)
+            normed, roots = _norm(rows, scale, eps, dtype, scaling)
         else:
-            summed, normed, roots = _add_and_norm(rows, _rows(residual), scale, eps, dtype, from_one)
+            summed, normed, roots = _add_and_norm(rows, _rows(residual), scale, eps, dtype, scaling)
             stream = summed.view(branch.shape)
         ctx.save_for_backward(stream, scale, roots)
-        ctx.from_one, ctx.branch_dtype = from_one, branch.dtype
+        ctx.scaling, ctx.branch_dtype = scaling, branch.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         # Missing gradients stay None, so that the kernel reads no zeros.
         ctx.set_materialize_grads(False)
@@ -149,7 +150,7 @@ class AddRMSNorm(torch.autograd.Function):
         if of_normed is not None:
             gradient, of_branch, of_scale = _norm_backward(
                 _rows(of_normed), None if of_stream is None else _rows(of_stream), _rows(stream), scale,
-                roots, ctx.from_one, ctx.branch_dtype, ctx.needs_input_grad[2],
+                roots, ctx.scaling, ctx.branch_dtype, ctx.needs_input_grad[2],
             )  # fmt: skip
             gradient = gradient.view(stream.shape)
         if gradient is None:
@@ -168,15 +169,15 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(
-    stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
+    stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, scaling: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of rows (T, H) in `dtype`, and the inverse roots (T,) of their mean squares."""
     if has_kernel(stream):
         normed = torch.empty_like(stream, dtype=dtype)
         roots = stream.new_empty(len(stream), dtype=torch.float32)
-        _RMS_NORM(stream, scale, eps, from_one, normed=normed, roots=roots)
+        _RMS_NORM(stream, scale, eps, scaling, normed=normed, roots=roots)
         return normed, roots
-    return reference(stream, scale, eps, dtype, from_one)
+    return reference(stream, scale, eps, dtype, scaling)
 
 
 def _add_and_norm(
@@ -185,7 +186,7 @@ def _add_and_norm(
     scale: torch.Tensor,
     eps: float,
     dtype: torch.dtype,
-    from_one: bool,
+    scaling: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of two tensors of rows (T, H), its norm and the inverse roots (T,)."""
     if has_kernel(branch):
@@ -193,10 +194,10 @@ def _add_and_norm(
         stream = torch.empty_like(branch, dtype=torch.promote_types(branch.dtype, residual.dtype))
         normed = torch.empty_like(branch, dtype=dtype)
         roots = branch.new_empty(len(branch), dtype=torch.float32)
-        _ADD_RMS_NORM(branch, residual, scale, eps, from_one, stream=stream, normed=normed, roots=roots)
+        _ADD_RMS_NORM(branch, residual, scale, eps, scaling, stream=stream, normed=normed, roots=roots)
         return stream, normed, roots
     stream = residual + branch
-    return stream, *reference(stream, scale, eps, dtype, from_one)
+    return stream, *reference(stream, scale, eps, dtype, scaling)
 
 
 def _norm_backward(
@@ -205,7 +206,7 @@ def _norm_backward(
     stream: torch.Tensor,
     scale: torch.Tensor,
     roots: torch.Tensor,
-    from_one: bool,
+    scaling: int,
     branch_dtype: torch.dtype,
     scales: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -213,7 +214,7 @@ def _norm_backward(
     dtype differs, and of the scale if requested.
     """
     if not has_kernel(stream):
-        gradient, of_scale = reference_backward(of_normed, of_stream, stream, scale, roots, from_one)
+        gradient, of_scale = reference_backward(of_normed, of_stream, stream, scale, roots, scaling)
         return gradient, None, of_scale if scales else None
     programs = min(len(stream), PROGRAMS)
     into = torch.empty_like(stream)
@@ -221,31 +222,34 @@ def _norm_backward(
     into_branch = None if branch_dtype == stream.dtype else torch.empty_like(stream, dtype=branch_dtype)
     sums = stream.new_empty((programs, stream.size(1)), dtype=torch.float32) if scales else None
     _RMS_NORM_BACKWARD(
-        of_normed, of_stream, stream, scale, roots, from_one, into=into, into_branch=into_branch, sums=sums,
+        of_normed, of_stream, stream, scale, roots, scaling, into=into, into_branch=into_branch, sums=sums,
         programs=programs,
     )  # fmt: skip
     return into, into_branch, None if sums is None else add_partials(sums[None], scale.dtype)[0]
 
 
 def reference(
-    stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, from_one: bool
+    stream: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, scaling: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of rows (T, H) and their inverse roots (T,), in plain torch."""
     wide = torch.promote_types(stream.dtype, torch.float32)
     roots = torch.rsqrt(stream.to(wide).square().mean(-1) + eps)
-    return _scale_rows(stream, scale, roots, from_one, dtype), roots
+    return _scale_rows(stream, scale, roots, scaling, dtype), roots
 
 
 def _scale_rows(
-    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, dtype: torch.dtype
+    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, scaling: int, dtype: torch.dtype
 ) -> torch.Tensor:
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
-    if from_one:
-        # Gemma multiplies in fp32 and rounds once.
-        return (value * (1.0 + scale.to(wide))).to(dtype)
-    # Llama rounds the normed value to the stream's dtype before it multiplies.
-    return (value.to(stream.dtype).to(wide) * scale.to(wide)).to(dtype)
+    if scaling == Scaling.ROUNDED:
+        value = value.to(stream.dtype).to(wide)
+    return (value * _factor(scale, wide, scaling)).to(dtype)
+
+
+def _factor(scale: torch.Tensor, dtype: torch.dtype, scaling: int) -> torch.Tensor:
+    """Return the factor (H,) of normed values."""
+    return 1.0 + scale.to(dtype) if scaling == Scaling.FROM_ONE else scale.to(dtype)
 
 
 def reference_backward(
@@ -254,13 +258,13 @@ def reference_backward(
     stream: torch.Tensor,
     scale: torch.Tensor,
     roots: torch.Tensor,
-    from_one: bool,
+    scaling: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of residual stream (T, H) and scale (H,), in plain torch."""
     wide = roots.dtype
     value = stream.to(wide) * roots[:, None]
     slope = of_normed.to(wide)
     of_scale = (slope * value).sum(0).to(scale.dtype)
-    slope = slope * (1.0 + scale.to(wide) if from_one else scale.to(wide))
+    slope = slope * _factor(scale, wide, scaling)
     slope = (slope - value * (slope * value).mean(-1, keepdim=True)) * roots[:, None]
     return (slope if of_stream is None else slope + of_stream.to(wide)).to(stream.dtype), of_scale

@@ -110,9 +110,9 @@ def norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     streams = (None, *dict.fromkeys((dtype, torch.float32)))
     sizes = ((1, 8), (17, 100), (3, 1029))
     with patch.object(rms_norm, "PROGRAMS", 7):
-        for (rows, columns), from_one, of_stream in combined(device, dtype, sizes, (False, True), streams):
-            given = functools.partial(norm, device, dtype, rows, columns, of_stream, from_one)
-            yield f"norm {rows} x {columns}, stream={of_stream}, from_one={from_one}", given
+        for (rows, columns), scaling, of_stream in combined(device, dtype, sizes, rms_norm.Scaling, streams):
+            given = functools.partial(norm, device, dtype, rows, columns, of_stream, scaling)
+            yield f"norm {rows} x {columns}, stream={of_stream}, scaling={scaling}", given
 
 
 def norm(
@@ -121,7 +121,7 @@ def norm(
     rows: int,
     columns: int,
     stream_dtype: torch.dtype | None,
-    from_one: bool,
+    scaling: int,
 ) -> list[torch.Tensor]:
     """Return both results and all gradients."""
     scale_dtype = stream_dtype or dtype
@@ -130,7 +130,7 @@ def norm(
     residual = None
     if stream_dtype is not None:
         residual = drawn(device, stream_dtype, rows, columns, seed=1).requires_grad_()
-    both = rms_norm.add_rms_norm(branch, residual, scale, 1e-5, dtype, from_one=from_one)
+    both = rms_norm.add_rms_norm(branch, residual, scale, 1e-5, dtype, scaling=scaling)
     slopes = [drawn(device, one.dtype, rows, columns, seed=3 + at) for at, one in enumerate(both)]
     torch.autograd.backward(both, slopes)
     leaves = (branch, scale) if residual is None else (branch, scale, residual)

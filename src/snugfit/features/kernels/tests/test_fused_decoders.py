@@ -15,6 +15,7 @@ import torch
 from bare_process import script_in_triton
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.kernels.decoder_forms import fused_parts
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.head.deferred_logits import defer_logits
 from snugfit.features.kernels.operations import cross_entropy
@@ -45,7 +46,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 12},
     "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 12},
+    "phi3": {},
+    "granite": {"residual_multiplier": 0.5},
+    "ministral": {"sliding_window": 4},
+    "smollm3": {"no_rope_layers": [1, 0]},
 }
+
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+IN_PARTS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "glm4": ({}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "olmo2": ({}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "olmo3": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "exaone4": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "gemma4_text": ({}, {"MLP", "RMSNorm"}),
+    "qwen3_5_text": (
+        {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 12,
+        },
+        {"MLP", "RMSNorm"},
+    ),
+    "mixtral": (EXPERTS, {"Attention", "DecoderLayer", "RMSNorm"}),
+    "qwen3_moe": (EXPERTS, {"Attention", "DecoderLayer", "RMSNorm"}),
+    "gpt_oss": (EXPERTS, {"RMSNorm"}),
+}  # fmt: skip
+"""Families that have other code in some parts of a layer, with the parts that have kernels."""
 
 PARTS = {"Attention", "MLP", "DecoderLayer", "RMSNorm"}
 
@@ -55,7 +83,8 @@ def small(family: str, attention: str = "eager") -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    sizes = FAMILIES[family] if family in FAMILIES else IN_PARTS[family][0]
+    config = AutoConfig.for_model(family, **{**SIZES, **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,13 +117,15 @@ def hold(plain: Any, fused: Any, bound: float, **inputs: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
 def test_a_fused_model_is_the_model(family: str) -> None:
     plain = small(family)
     fused = copy.deepcopy(plain)
     use_fused(fused)
     names = {type(one).__name__ for one in fused.modules() if "forward" in vars(one)}
-    assert {part for part in PARTS if any(name.endswith(part) for name in names)} == PARTS
+    parts = IN_PARTS[family][1] if family in IN_PARTS else PARTS
+    assert {part for part in PARTS if any(name.endswith(part) for name in names)} == parts
+    assert fused_parts(family) - {"Experts"} >= (parts if parts != {"RMSNorm"} else set())
     assert {name: value.shape for name, value in fused.state_dict().items()} == {
         name: value.shape for name, value in plain.state_dict().items()
     }
@@ -117,12 +148,12 @@ def hold_errors(plain: Any, *, autocast: bool) -> None:
     assert errors[1] < 1.3 * errors[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
 def test_under_autocast_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
     hold_errors(small(family), autocast=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
 def test_in_16_bits_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
     hold_errors(small(family).bfloat16(), autocast=False)
 

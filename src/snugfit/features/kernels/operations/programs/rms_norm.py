@@ -16,11 +16,11 @@ import triton.language as tl
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_row(  # type: ignore[no-untyped-def]
     branch, residual, scale, stream, normed, roots, columns, eps,
-    ADDS: tl.constexpr, AGAIN: tl.constexpr, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, AGAIN: tl.constexpr, SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel: write one row's RMSNorm and its inverse root mean square. With `ADDS`, first add a
     sublayer's output to the residual stream, and write the sum. With `AGAIN` the root is loaded instead of
-    computed.
+    computed. `SCALING` is a number of `Scaling`.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -42,8 +42,10 @@ def norm_row(  # type: ignore[no-untyped-def]
         tl.store(roots + row, root)
     factor = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
     value = value * root
-    if FROM_ONE:
+    if SCALING == 1:
         value = value * (1.0 + factor)
+    elif SCALING == 2:
+        value = value * factor
     elif ADDS:
         # Llama rounds the normed value before it multiplies by the scale.
         value = value.to(stream.dtype.element_ty).to(tl.float32) * factor
@@ -55,7 +57,7 @@ def norm_row(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def norm_rows_backward(  # type: ignore[no-untyped-def]
     of_normed, of_stream, stream, scale, roots, into, into_branch, sums, rows, columns,
-    ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, FROM_ONE: tl.constexpr,
+    ADDS: tl.constexpr, TWICE: tl.constexpr, SCALES: tl.constexpr, SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel: write the gradient of the residual stream for some rows.
@@ -67,7 +69,7 @@ def norm_rows_backward(  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     mask = at < columns
     factor = tl.load(scale + at, mask=mask, other=0.0).to(tl.float32)
-    if FROM_ONE:
+    if SCALING == 1:
         factor += 1.0
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     programs = tl.num_programs(0)
@@ -98,22 +100,22 @@ def rms_norm(
     stream: torch.Tensor,
     scale: torch.Tensor,
     eps: float,
-    from_one: bool,
+    scaling: int,
     *,
     normed: torch.Tensor,
     roots: torch.Tensor,
 ) -> None:
     """Write the RMSNorm of contiguous rows (T, H), and the inverse root (T,) of each row's mean square."""
     tensors = stream, stream, scale, stream, normed, roots
-    _launch(tensors, eps, ADDS=False, AGAIN=False, FROM_ONE=from_one)
+    _launch(tensors, eps, ADDS=False, AGAIN=False, SCALING=scaling)
 
 
 def rms_norm_again(
-    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, from_one: bool, *, normed: torch.Tensor
+    stream: torch.Tensor, scale: torch.Tensor, roots: torch.Tensor, scaling: int, *, normed: torch.Tensor
 ) -> None:
     """Write the RMSNorm of rows (T, H) from their saved inverse roots (T,)."""
     tensors = stream, stream, scale, stream, normed, roots
-    _launch(tensors, 0.0, ADDS=False, AGAIN=True, FROM_ONE=from_one)
+    _launch(tensors, 0.0, ADDS=False, AGAIN=True, SCALING=scaling)
 
 
 def add_rms_norm(
@@ -121,7 +123,7 @@ def add_rms_norm(
     residual: torch.Tensor,
     scale: torch.Tensor,
     eps: float,
-    from_one: bool,
+    scaling: int,
     *,
     stream: torch.Tensor,
     normed: torch.Tensor,
@@ -129,10 +131,10 @@ def add_rms_norm(
 ) -> None:
     """Write the sum of two tensors of contiguous rows (T, H), its RMSNorm and the inverse roots (T,)."""
     tensors = branch, residual, scale, stream, normed, roots
-    _launch(tensors, eps, ADDS=True, AGAIN=False, FROM_ONE=from_one)
+    _launch(tensors, eps, ADDS=True, AGAIN=False, SCALING=scaling)
 
 
-def _launch(tensors: Sequence[torch.Tensor], eps: float, **switches: bool) -> None:
+def _launch(tensors: Sequence[torch.Tensor], eps: float, **switches: int) -> None:
     rows, columns = tensors[0].shape
     block = triton.next_power_of_2(columns)
     norm_row[(rows,)](*tensors, columns, eps, BLOCK=block, num_warps=warps_of(block), **switches)
@@ -144,7 +146,7 @@ def rms_norm_backward(
     stream: torch.Tensor,
     scale: torch.Tensor,
     roots: torch.Tensor,
-    from_one: bool,
+    scaling: int,
     *,
     into: torch.Tensor,
     into_branch: torch.Tensor | None,
@@ -160,7 +162,7 @@ def rms_norm_backward(
         # Pointers that the kernel does not use must still be valid arguments.
         of_normed, stream if of_stream is None else of_stream, stream, scale, roots, into,
         into if into_branch is None else into_branch, roots if sums is None else sums, rows, columns,
-        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, FROM_ONE=from_one,
+        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, SCALING=scaling,
         BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
