@@ -3,6 +3,7 @@
     python lab/draw_runs.py FOLDER [--draw 16] [--seed 0] [--gpu h200] [--gpus 2] [--workers 2]
     python lab/draw_runs.py FOLDER --within-job 6 [...]   several drawn recipes of each drawn job
     python lab/draw_runs.py FOLDER --top 12 [...]         the best recipes of each drawn job's plan
+    python lab/draw_runs.py FOLDER --adapters [...]       decoders with LoRA in snugfit's kernels
 
 Each command writes one result into FOLDER; `snugfit accuracy --measure FILE` measures its runs on the GPU.
 
@@ -22,13 +23,13 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES, Family
+from families import DECODER, FAMILIES, Family
 
 from snugfit.errors import SnugfitError
 from snugfit.features.accuracy import score
@@ -36,6 +37,7 @@ from snugfit.features.accuracy.command import rank_by_plan
 from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
 from snugfit.features.accuracy.predict_runs import MAX_PROPOSALS, draw_recipe, predict_each
 from snugfit.features.accuracy.tables import file_name
+from snugfit.features.kernels.decoder_forms import fused_parts
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.gpu import Gpu, find_gpu
@@ -43,7 +45,11 @@ from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.prediction.worker_pool import map_in_processes
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.units import GIB
+
+DECODERS = [family for family in FAMILIES if family.tasks == DECODER and fused_parts(family.name)]
+"""Families with snugfit's kernels for decoders."""
 
 MIN_BYTES, MAX_BYTES = 2 * GIB, 48 * GIB
 """Bounds on the rough size of a drawn job under the plain recipe."""
@@ -132,24 +138,28 @@ class DrawnJob:
     recipe: Recipe
 
 
-def proposals(seed: int, number: int, gpus: int = 1) -> Iterator[DrawnJob]:
+def proposals(seed: int, number: int, gpus: int = 1, *, adapters: bool = False) -> Iterator[DrawnJob]:
     """Yield valid draws for this number on so many GPUs.
 
     The first one is the draw unless its model cannot be built. On several GPUs, sizes are those of one GPU's
-    share.
+    share. With `adapters`, only draws of decoders with LoRA in snugfit's kernels are valid.
     """
-    family = _family(seed, number)
+    family = _family(seed, number, DECODERS if adapters else FAMILIES)
     rng = random.Random(f"snugfit {seed} {number}")
     for _ in range(MAX_PROPOSALS):
         job = _draw_job(family, rng)
         recipe = draw_recipe(job, rng, gpus) if job else None
-        if job and recipe:
+        if job and recipe and (not adapters or _has_fused_adapters(recipe)):
             job = replace(job, batch_size=job.batch_size * gpus)
             yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
 
 
-def _family(seed: int, number: int) -> Family:
-    order = list(FAMILIES)
+def _has_fused_adapters(recipe: Recipe) -> bool:
+    return recipe[Slot.ADAPTERS].name in ("lora", "qlora") and recipe[Slot.KERNELS].name == "fused"
+
+
+def _family(seed: int, number: int, families: Sequence[Family]) -> Family:
+    order = list(families)
     random.Random(f"snugfit {seed}").shuffle(order)
     return order[number % len(order)]
 
@@ -215,14 +225,14 @@ def draw_training_jobs(seed: int, count: int) -> list[Job]:
     return [next(drawn.job for drawn in stream if drawn.job.trains) for stream in streams]
 
 
-def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> ComparedRun:
+def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1, adapters: bool = False) -> ComparedRun:
     """Return the draw of this number, predicted for so many GPUs.
 
     Recipes that the model does not support are skipped.
     """
     drawn = (
         ComparedRun(number=number, family=one.family, job=one.job, recipe=one.recipe, gpus=gpus)
-        for one in proposals(seed, number, gpus)
+        for one in proposals(seed, number, gpus, adapters=adapters)
     )
     run = next(predict_each(drawn, gpu), None)
     if run is None:
@@ -231,10 +241,18 @@ def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1) -> Compared
 
 
 def draw_runs(
-    seed: int, count: int, gpu: Gpu, writer: score.RunWriter, *, gpus: int = 1, workers: int = 1
+    seed: int,
+    count: int,
+    gpu: Gpu,
+    writer: score.RunWriter,
+    *,
+    gpus: int = 1,
+    workers: int = 1,
+    adapters: bool = False,
 ) -> Accuracy:
     """Draw `count` runs from `seed`, predict each for so many of `gpu`, and write them."""
-    runs = map_in_processes(partial(predict_draw, seed, gpu, gpus=gpus), range(count), workers=workers)
+    draw = partial(predict_draw, seed, gpu, gpus=gpus, adapters=adapters)
+    runs = map_in_processes(draw, range(count), workers=workers)
     return writer.record(score.empty_result(gpu, seed, "drawn", gpus), runs, count)
 
 
@@ -250,6 +268,7 @@ def main() -> None:
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--within-job", type=int, default=0)
     several.add_argument("--top", type=int, default=0)
+    several.add_argument("--adapters", action="store_true")
     given = parser.parse_args()
     if given.gpus > 1 and (given.within_job or given.top):
         parser.error("--gpus draws single runs")
@@ -260,10 +279,15 @@ def main() -> None:
         given.workers,
     )
     kind = "within-job" if given.within_job else "top" if given.top else "drawn"
-    stem = f"seed{seed}" + (f"-gpus{given.gpus}" if given.gpus > 1 else "")
+    stem = (
+        f"seed{seed}"
+        + ("-adapters" if given.adapters else "")
+        + (f"-gpus{given.gpus}" if given.gpus > 1 else "")
+    )
     writer = score.RunWriter(given.folder / file_name(stem, kind, recipes), measured=False, tell=print)
     if kind == "drawn":
-        draw_runs(seed, given.draw, gpu, writer, gpus=given.gpus, workers=workers)
+        draw_runs(seed, given.draw, gpu, writer, gpus=given.gpus, workers=workers,
+                  adapters=given.adapters)  # fmt: skip
         return
     jobs = draw_training_jobs(seed, given.draw)
     if kind == "within-job":

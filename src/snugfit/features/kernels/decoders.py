@@ -70,7 +70,8 @@ def _single_norms(module: Any) -> list[Any]:
 def _form(module: Any, part: str) -> Any:
     """Return the form of a module whose class name ends with `part`; None for every unsupported module."""
     # Gemma 4 has norms without a scale.
-    return _form_of(type(module), part) if getattr(module, "with_scale", True) else None
+    kind: type = type(module)
+    return _form_of(kind, part) if getattr(module, "with_scale", True) else None
 
 
 @cache

@@ -38,6 +38,7 @@ from third_step import hold_third_step
 from tiers import slow_but
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SOME = ["q_proj", "v_proj", "down_proj"]
 SIZES = (20, 12, 12)
 HIDDEN = 36
 MASTERS = "lora(r=4, targets=all-linear) + bf16_master + fused"
@@ -56,7 +57,7 @@ class Three(nn.Module):
         return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
 
 
-def adapted(model: nn.Module, targets: list[str], r: int = 4, **more: Any) -> Any:
+def adapted(model: nn.Module, targets: list[str] | str, r: int = 4, **more: Any) -> Any:
     """Return the model with adapters by peft, whose B are other than zero."""
     from peft import LoraConfig, get_peft_model
 
@@ -185,10 +186,16 @@ def test_dropout_of_adapters_is_drawn_again_by_layers_that_are_computed_again() 
     assert not torch.equal(run(fused)[0], results[0][0])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
-@pytest.mark.parametrize("targets", [ALL, ["q_proj", "v_proj", "down_proj"]])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, targets) for family in ("llama", "qwen2", "qwen3", "gemma2") for targets in (ALL, SOME)),
+        # Attention runs its own code here, with single products of its adapters.
+        ("glm4", "all-linear"), ("olmo2", ALL), ("phi3", "all-linear"), ("granite", SOME), ("smollm3", ALL),
+    ],
+)  # fmt: skip
 def test_a_fused_model_with_adapters_is_the_model(
-    monkeypatch: pytest.MonkeyPatch, family: str, targets: list[str]
+    monkeypatch: pytest.MonkeyPatch, family: str, targets: list[str] | str
 ) -> None:
     """It calls none of peft's modules, and its state has the same keys."""
     from peft.tuners.lora.layer import Linear
@@ -200,7 +207,7 @@ def test_a_fused_model_with_adapters_is_the_model(
         name: value.shape for name, value in plain.state_dict().items()
     }
     expected = run(plain)
-    monkeypatch.setattr(Linear, "forward", None)
+    monkeypatch.setattr(Linear, "forward", lambda *_: pytest.fail("peft's code ran"))
     got = run(fused)
     torch.testing.assert_close(got[0], expected[0], rtol=2e-5, atol=2e-5)
     for name, gradient in expected[1].items():
@@ -234,7 +241,7 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
     [
         ("llama", "lora(dropout=0.1, dora=true)", "DoRA"),
         ("llama", "qlora(bits=8)", "weights of 8 bits"),
-        ("bert", "lora", "adapters of bert"),
+        ("gpt2", "lora", "adapters of a Conv1D"),
     ],
 )
 def test_a_recipe_with_unsupported_adapters_has_a_warning(family: str, adapters: str, why: str) -> None:
