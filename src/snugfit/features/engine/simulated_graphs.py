@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 WAITS = "its code waits for the device, to read a number from it"
+COPIES = "its code copies a tensor from memory of the host that is not pinned"
 
 
 @final
@@ -45,7 +46,7 @@ class RehearsedGraphs(Graphs):
 
     def record(self, work: Callable[[], None], *, may_draw: bool = True) -> Callable[[], None]:
         """Run `work` once in the graphs' memory, and return a function that replays it. Raises `NotRecorded`
-        if it waits for the device.
+        if it waits for the device or copies from the host.
 
         `work` runs again for the first replay of the last step alone. A replay allocates nothing.
         """
@@ -59,25 +60,21 @@ class RehearsedGraphs(Graphs):
             self._generator = [
                 torch.empty(GENERATOR_BYTES, dtype=torch.uint8, device="meta") for _ in range(2)
             ]
-        waited = recorder.times_waited
+        waited, copied = recorder.times_waited, recorder.host_copies
         try:
             with self.own_memory():
                 work()
+            # On a GPU, both are errors during a recording.
+            if recorder.times_waited != waited:
+                raise NotRecorded(WAITS)
+            if recorder.host_copies != copied:
+                raise NotRecorded(COPIES)
         except NotRecorded as fault:
             recorder.doubt(
                 f"The step cannot be recorded as CUDA graphs, so it runs without them: {fault}. "
-                f"Leave 'captured' out, "
-                "or remove the cause."
+                "Leave 'captured' out, or remove the cause."
             )
             raise
-        # On a GPU, waiting for the device during a recording is an error.
-        if recorder.times_waited != waited:
-            recorder.doubt(
-                f"The step cannot be recorded as CUDA graphs, so it runs without them: {WAITS}. "
-                f"Leave 'captured' out, "
-                "or remove the cause."
-            )
-            raise NotRecorded(WAITS)
 
         played: list[Kernel] = []
 

@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode, Observer):
         self.kernels: list[Kernel] = []
         self._waits: list[int] = []
         self.times_waited = 0
+        self.host_copies = 0
+        """Number of copies from the host's memory to the device."""
         self._phase, self._step = "build", -1
         self._views = 0  # since the last kernel
         self._released = False  # True after the driver releases the context's address space
@@ -359,11 +361,12 @@ class Recorder(TorchDispatchMode, Observer):
         last_step = self.is_last_step
         # In the last step, `_run` counts the wait and records its position.
         self.times_waited += not last_step and reads_groups(operator.func, args, self.policy)
+        copies = copies_in(operator.func, args)
+        self.host_copies += copies
         # Earlier steps need kernels only until one releases the address space of the CUDA context.
         if not last_step and self._released:
             return
         cost = SHAPE_CACHE.cost(operator, call, args, kwargs, out)
-        copies = copies_in(operator.func, args)
         if not self._released and cost and releases_context(operator.name) and not copies:
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)

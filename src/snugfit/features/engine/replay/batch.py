@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -15,6 +15,8 @@ from snugfit.job.batch_layout import map_leaves
 from snugfit.job.limits import input_limit
 
 if TYPE_CHECKING:
+    import torch
+
     from snugfit.job.job import Job
 
 FILLED_UP = "attention_mask"
@@ -107,12 +109,33 @@ def masks_by_shape(*, packed: bool) -> Iterator[None]:
     if _MASKS not in sys.modules:  # no transformers model was loaded
         yield
         return
+    import transformers.cache_utils as caches
+
     masks = sys.modules[_MASKS]
     changes: dict[str, Any] = {"is_tracing": _has_values}
     if not packed:
         changes["find_packed_sequence_indices"] = _not_packed
-    with patch.multiple(masks, **changes):
+    layer = caches.DynamicSlidingWindowLayer
+    start = layer.lazy_initialization
+
+    def start_on_device(self: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        _start_on_device(start, self, keys, values)
+
+    with patch.multiple(masks, **changes), patch.object(layer, "lazy_initialization", start_on_device):
         yield
+
+
+def _start_on_device(
+    start: Callable[..., None], layer: Any, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Start a cache layer with a sliding window, whose size is written on the device.
+
+    transformers copies it from the host, which a recording permits only from pinned memory.
+    """
+    import torch
+
+    layer._sliding_window_tensor = torch.full((), layer.sliding_window, dtype=torch.long, device=keys.device)
+    start(layer, keys, values)
 
 
 def _has_values(tensor: Any = None) -> bool:

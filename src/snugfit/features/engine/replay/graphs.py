@@ -106,12 +106,22 @@ class CudaGraphs(Graphs):
                     fault = error
                     raise
         except Exception as error:
+            self._end_allocation()
             why = fault or error
             if memory_cause(why):
                 raise why from None
             raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
         # Replaying a graph that draws random numbers advances the generator.
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
+
+    def _end_allocation(self) -> None:
+        """End allocations in the pool after a failed recording. torch leaves them on if CUDA refuses to end
+        the recording, and a later `own_memory` would fail.
+        """
+        import torch
+
+        with contextlib.suppress(RuntimeError):  # torch has ended them itself
+            torch._C._cuda_endAllocateToPool(self._number, self._pool.id)
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Copy a host micro-batch to the CUDA graph's input addresses, asynchronously from pinned memory."""

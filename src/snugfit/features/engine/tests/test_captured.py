@@ -306,6 +306,23 @@ def test_code_that_reads_the_device_is_not_recorded_and_that_is_said() -> None:
     assert bool(waits) == any("cannot be recorded as CUDA graphs" in doubt for doubt in played.doubts)
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_copy_from_the_host_is_not_recorded(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding windows have none; a model that makes a tensor on the host has one."""
+    job = small_job("llama", 2, {"model_type": "mistral", "sliding_window": 4})
+    if copies:
+        from transformers.models.mistral.modeling_mistral import MistralMLP
+
+        own = MistralMLP.forward
+        monkeypatch.setattr(
+            MistralMLP, "forward", lambda self, x: own(self, x) * torch.tensor([2.0]).to(x.device)
+        )
+    trace = rehearse(job, Recipe.parse("captured").setup(), CudaPolicy())
+    refused = [doubt for doubt in trace.doubts if "cannot be recorded as CUDA graphs" in doubt]
+    assert bool(refused) == copies
+    assert all("memory of the host that is not pinned" in doubt for doubt in refused)
+
+
 def test_layers_are_recomputed_where_they_draw_no_random_numbers() -> None:
     """With recomputed layers, a model with dropout is not recorded. A model without dropout is recorded, and
     recomputes in the replay.
