@@ -37,7 +37,7 @@ from snugfit.features.accuracy.command import rank_by_plan
 from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
 from snugfit.features.accuracy.predict_runs import MAX_PROPOSALS, draw_recipe, predict_each
 from snugfit.features.accuracy.tables import file_name
-from snugfit.features.kernels.decoder_forms import fused_parts
+from snugfit.features.kernels.decoders.forms import fused_parts
 from snugfit.job.config import check_facts
 from snugfit.job.find import read_preset
 from snugfit.job.gpu import Gpu, find_gpu

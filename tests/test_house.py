@@ -105,7 +105,7 @@ HEAVY_THEMSELVES = {
     "features/kernels/operations/programs/rotary.py",
     "features/kernels/operations/rms_norm.py",
     "features/kernels/operations/rotary.py",
-    "features/kernels/decoders.py",
+    "features/kernels/decoders/modules.py",
     "features/kernels/operations/add_norm.py",
     "features/kernels/operations/bias_gelu.py",
     "features/kernels/operations/column_sums.py",

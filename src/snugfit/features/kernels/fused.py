@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.features.kernels.attentions import PADDING_FREE
-from snugfit.features.kernels.decoder_forms import fused_parts
+from snugfit.features.kernels.decoders.forms import fused_parts
 from snugfit.features.kernels.fields import FusedWish
 from snugfit.techniques import roster
 from snugfit.techniques.setting import between

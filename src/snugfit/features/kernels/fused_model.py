@@ -1,8 +1,8 @@
 """Replacement of a model's code by snugfit's own kernels, for the supported model families.
 
-`encoders.py` and `decoders.py` list the supported classes of transformers by name. Their instances in the
-model get another forward pass over the same parameters. So a state dict keeps its names and shapes, other
-modules run unchanged, and no other model of the process is changed.
+`encoders.py` lists the supported classes of transformers by name, and `decoders/` finds them by their code.
+Their instances in the model get another forward pass over the same parameters. So a state dict keeps its
+names and shapes, other modules run unchanged, and no other model of the process is changed.
 
 Importing this module imports the operators. Triton is imported at the first launch of a kernel.
 """
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.features.kernels import decoders, encoders
+from snugfit.features.kernels import encoders
+from snugfit.features.kernels.decoders import modules as decoders
 from snugfit.features.kernels.head.chunked_loss import LOSS_KERNEL
 from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES

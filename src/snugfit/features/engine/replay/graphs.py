@@ -92,6 +92,7 @@ class CudaGraphs(Graphs):
         import torch
 
         graph, fault = torch.cuda.CUDAGraph(), None
+        drawn = torch.cuda.default_generators[self._number].get_state()
         pool: Any = self._pool.id
         stream = torch.cuda.current_stream()
         try:
@@ -106,7 +107,7 @@ class CudaGraphs(Graphs):
                     fault = error
                     raise
         except Exception as error:
-            self._end_allocation()
+            self._end_recording(drawn)
             why = fault or error
             if memory_cause(why):
                 raise why from None
@@ -114,14 +115,18 @@ class CudaGraphs(Graphs):
         # Replaying a graph that draws random numbers advances the generator.
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
-    def _end_allocation(self) -> None:
-        """End allocations in the pool after a failed recording. torch leaves them on if CUDA refuses to end
-        the recording, and a later `own_memory` would fail.
+    def _end_recording(self, drawn: torch.Tensor) -> None:
+        """End what torch leaves on if CUDA breaks off a recording: allocations in the pool, and the random
+        generator's mode of a recording. `drawn` is the generator's state before it.
         """
         import torch
 
         with contextlib.suppress(RuntimeError):  # torch has ended them itself
             torch._C._cuda_endAllocateToPool(self._number, self._pool.id)
+        generator = torch.Generator(f"cuda:{self._number}")
+        generator.set_state(drawn)
+        state = generator.graphsafe_get_state()
+        torch.cuda.default_generators[self._number].graphsafe_set_state(state)
 
     def refill(self, batch: dict[str, Any], piece: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Copy a host micro-batch to the CUDA graph's input addresses, asynchronously from pinned memory."""

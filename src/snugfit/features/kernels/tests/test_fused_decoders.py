@@ -15,7 +15,7 @@ import torch
 from bare_process import script_in_triton
 from small_models import small_job
 from snugfit.errors import RecipeError, UsageError
-from snugfit.features.kernels.decoder_forms import fused_parts
+from snugfit.features.kernels.decoders.forms import fused_parts
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.head.deferred_logits import defer_logits
 from snugfit.features.kernels.operations import cross_entropy

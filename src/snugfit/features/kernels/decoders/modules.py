@@ -1,5 +1,6 @@
-"""Decoders whose modules snugfit's own kernels can compute: those with the code of Llama, Qwen, Mistral,
-Gemma, Phi-3, Granite, GLM-4, OLMo 2 or SmolLM3 in transformers (`same_code.py`).
+"""Forward passes of decoders' modules by snugfit's own kernels.
+
+`forms.py` lists the modules, and `same_code.py` finds their copies in other files of transformers.
 
 Three kernels replace the operators between the matrix products of a layer. One adds a sublayer's output to
 the residual stream and norms the sum. The others are the rotation of queries and keys, and the gated
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from snugfit.features.kernels.attention import attend
-from snugfit.features.kernels.decoder_forms import CAPPED, FORMS, SLIDING, AttentionForm, LayerForm, MLPForm
+from snugfit.features.kernels.decoders.forms import CAPPED, FORMS, SLIDING, AttentionForm, LayerForm, MLPForm
+from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.adapted import AdaptedForward, is_adapted, is_packed, projections_of
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
@@ -28,7 +30,6 @@ from snugfit.features.kernels.operations.projections import Projections, lora_li
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.features.kernels.operations.scaling import Scaling
-from snugfit.features.kernels.same_code import same_as
 from snugfit.step.own_forward import OwnForward
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
@@ -58,8 +59,9 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def _single_norms(module: Any) -> list[Any]:
-    """Return the supported norms of a module that no layer of snugfit computes: the one after all layers, and
-    those of a layer that runs its own code.
+    """Return the supported norms of a module that no other replacement computes.
+
+    They are the norm after all layers, and those of a layer that runs its own code.
     """
     norms = [getattr(module, "norm", None)] if hasattr(module, "layers") else []
     if "forward" not in vars(module) and (hasattr(module, "self_attn") or hasattr(module, "linear_attn")):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from snugfit.features.kernels.decoders.same_code import parts_of
 from snugfit.features.kernels.operations.scaling import Scaling
-from snugfit.features.kernels.same_code import parts_of
 
 SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
 

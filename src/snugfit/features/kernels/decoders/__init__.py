@@ -1,0 +1,1 @@
+"""Decoders of transformers in which snugfit's kernels replace modules."""
