@@ -40,12 +40,12 @@ def parts_of(model_type: str, references: Mapping[str, Iterable[str]]) -> frozen
 
     `Experts` is one of them if the file has experts at all.
     """
-    found = set()
+    parts = set()
     for name, code in codes_of(_file_of(model_type)).items():
         part = next(part for part in PARTS if name.endswith(part))
         if part == "Experts" or _match(code, references.get(part, ())):
-            found.add(part)
-    return frozenset(found)
+            parts.add(part)
+    return frozenset(parts)
 
 
 def _match(code: str | None, references: Iterable[str]) -> str | None:
@@ -94,13 +94,13 @@ def codes_of(file: str) -> Mapping[str, str]:
 
 def _code(name: str, methods: Mapping[str, ast.FunctionDef], functions: Mapping[str, ast.FunctionDef]) -> str:
     """Return the code of a method, and of the methods and functions that it calls."""
-    left, seen, codes = [("self", name)], set(), []
+    left, visited, codes = [("self", name)], set(), []
     while left:
         owner, name = entry = left.pop()
         function = (methods if owner else functions).get(name)
-        if function is None or entry in seen:
+        if function is None or entry in visited:
             continue
-        seen.add(entry)
+        visited.add(entry)
         codes.append(ast.unparse(_Bare().visit(function)))
         called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
         left += [("", one.id) for one in called if isinstance(one, ast.Name) and one.id not in _PASSED]
