@@ -107,7 +107,7 @@ def rms_norm(
 ) -> None:
     """Write the RMSNorm of contiguous rows (T, H), and the inverse root (T,) of each row's mean square."""
     tensors = stream, stream, scale, stream, normed, roots
-    _launch(tensors, eps, ADDS=False, AGAIN=False, SCALING=scaling)
+    _launch(tensors, eps, ADDS=False, AGAIN=False, SCALING=int(scaling))
 
 
 def rms_norm_again(
@@ -115,7 +115,7 @@ def rms_norm_again(
 ) -> None:
     """Write the RMSNorm of rows (T, H) from their saved inverse roots (T,)."""
     tensors = stream, stream, scale, stream, normed, roots
-    _launch(tensors, 0.0, ADDS=False, AGAIN=True, SCALING=scaling)
+    _launch(tensors, 0.0, ADDS=False, AGAIN=True, SCALING=int(scaling))
 
 
 def add_rms_norm(
@@ -131,7 +131,7 @@ def add_rms_norm(
 ) -> None:
     """Write the sum of two tensors of contiguous rows (T, H), its RMSNorm and the inverse roots (T,)."""
     tensors = branch, residual, scale, stream, normed, roots
-    _launch(tensors, eps, ADDS=True, AGAIN=False, SCALING=scaling)
+    _launch(tensors, eps, ADDS=True, AGAIN=False, SCALING=int(scaling))
 
 
 def _launch(tensors: Sequence[torch.Tensor], eps: float, **switches: int) -> None:
@@ -162,7 +162,7 @@ def rms_norm_backward(
         # Pointers that the kernel does not use must still be valid arguments.
         of_normed, stream if of_stream is None else of_stream, stream, scale, roots, into,
         into if into_branch is None else into_branch, roots if sums is None else sums, rows, columns,
-        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, SCALING=scaling,
+        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, SCALING=int(scaling),
         BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
