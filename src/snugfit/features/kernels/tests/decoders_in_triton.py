@@ -30,6 +30,7 @@ from snugfit.features.kernels.operations import (
     rotary,
 )
 from snugfit.features.kernels.operations.rotary import Heads, Norms
+from snugfit.features.kernels.operations.scaling import Scaling
 from triton_cases import asks_all
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -110,7 +111,7 @@ def norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     streams = (None, *dict.fromkeys((dtype, torch.float32)))
     sizes = ((1, 8), (17, 100), (3, 1029))
     with patch.object(rms_norm, "PROGRAMS", 7):
-        for (rows, columns), scaling, of_stream in combined(device, dtype, sizes, rms_norm.Scaling, streams):
+        for (rows, columns), scaling, of_stream in combined(device, dtype, sizes, tuple(Scaling), streams):
             given = functools.partial(norm, device, dtype, rows, columns, of_stream, scaling)
             yield f"norm {rows} x {columns}, stream={of_stream}, scaling={scaling}", given
 

@@ -162,8 +162,8 @@ def rms_norm_backward(
         # Pointers that the kernel does not use must still be valid arguments.
         of_normed, stream if of_stream is None else of_stream, stream, scale, roots, into,
         into if into_branch is None else into_branch, roots if sums is None else sums, rows, columns,
-        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None, SCALING=int(scaling),
-        BLOCK=block, num_warps=warps_of(block),
+        ADDS=of_stream is not None, TWICE=into_branch is not None, SCALES=sums is not None,
+        SCALING=int(scaling), BLOCK=block, num_warps=warps_of(block),
     )  # fmt: skip
 
 
