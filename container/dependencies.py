@@ -1,6 +1,6 @@
 """Print the dependencies of pyproject.toml as lines for pip, so that an image caches their layer.
 
-    python dependencies.py pyproject.toml [EXTRA ...]
+python dependencies.py pyproject.toml [EXTRA ...]
 """
 
 from __future__ import annotations
