@@ -77,5 +77,5 @@ def test_an_image_installs_the_dependencies_of_the_package() -> None:
     assert list(requirements(project, [])) == project["dependencies"]
     nested = {"name": "p", "dependencies": ["a"], "optional-dependencies": {"x": ["b"], "y": ["c", "p[x]"]}}
     assert list(requirements(nested, ["y"])) == ["a", "c", "b"]
-    with pytest.raises(SystemExit, match="'z' is no extra of p. Extras: x, y"):
+    with pytest.raises(SystemExit, match=r"'z' is no extra of p\. Extras: x, y"):
         list(requirements(nested, ["z"]))
