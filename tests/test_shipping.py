@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from snugfit.cli.main import run
+from test_examples import figures, run_cell, stored
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = sorted((ROOT / "container").glob("*.Dockerfile"))
@@ -79,3 +81,14 @@ def test_an_image_installs_the_dependencies_of_the_package() -> None:
     assert list(requirements(nested, ["y"])) == ["a", "c", "b"]
     with pytest.raises(SystemExit, match=r"'z' is no extra of p\. Extras: x, y"):
         list(requirements(nested, ["z"]))
+
+
+@pytest.mark.whole
+def test_the_notebook_that_starts_from_a_wheel_shows_what_its_cells_compute() -> None:
+    notebook = json.loads((ROOT / "examples/start.ipynb").read_text())
+    install, *cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert install["source"][-1] == "%pip install --quiet {wheel}"
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in cells:
+        printed, _ = run_cell("".join(cell["source"]), names)
+        assert figures(printed) == figures(stored(cell, "stream"))
