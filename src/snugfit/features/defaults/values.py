@@ -33,9 +33,9 @@ def config_file() -> Path:
 def user_defaults() -> dict[str, tuple[str, str]]:
     """Return each default with its source, by option. Raises `UsageError` for a wrong file."""
     file = config_file()
-    found = {key: (value, str(file)) for key, value in _read(file).items()} if file.exists() else {}
+    in_file = {key: (value, str(file)) for key, value in _read(file).items()} if file.exists() else {}
     names = {key: f"SNUGFIT_{key.upper()}" for key in KEYS}
-    return found | {key: (os.environ[name], name) for key, name in names.items() if os.environ.get(name)}
+    return in_file | {key: (os.environ[name], name) for key, name in names.items() if os.environ.get(name)}
 
 
 def _read(file: Path) -> dict[str, str]:
