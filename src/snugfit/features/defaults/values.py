@@ -43,7 +43,9 @@ def _read(file: Path) -> dict[str, str]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise UsageError(f"{file}: it is no table. Write lines such as `gpu: rtx 4090`, or remove the file.")
+        raise UsageError(
+            f"{file}: it is not a table. Write lines such as `gpu: rtx 4090`, or remove the file."
+        )
     for key, value in document.items():
         if key not in KEYS:
             near = did_you_mean(str(key), KEYS)
