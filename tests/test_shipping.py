@@ -43,6 +43,7 @@ def checks() -> list[str]:
 def test_hook_and_action_check_several_files(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("snugfit.features.exchange", reason="the feature exchange is not there")
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("eval_strategy: steps\nmax_steps: 3\n")
     bad.write_text("evaluation_strategy: steps\nmax_steps: 3\n")
