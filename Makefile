@@ -20,7 +20,7 @@ COMPILED := $(if $(filter Linux,$(shell uname)),$(comma)compile$(comma)liger$(co
 # Without compiled files, each worker would compile all modules and rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all unit lint types clean
+.PHONY: install demo test test-all unit lint types image clean
 
 install: $(STAMP)
 
@@ -55,6 +55,10 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+
+# Needs root, buildah and debootstrap: container/README.md.
+image: $(CORE)
+	container/image.sh $(BIN)/python
 
 clean:
 	rm -rf .venv snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals

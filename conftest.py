@@ -208,9 +208,14 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def own_answers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Give each test a cache of its own, so that no command reads another's stored result."""
+    """Give each test a cache of its own, so that no command reads another's stored result, and no defaults of
+    the user.
+    """
     own = tmp_path_factory.getbasetemp() / f"answers-{next(_NUMBERS)}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+    for name in ("SNUGFIT_GPU", "SNUGFIT_HEADROOM"):
+        monkeypatch.delenv(name, raising=False)
 
 
 _NUMBERS = itertools.count()

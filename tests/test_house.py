@@ -42,6 +42,7 @@ HEAVY = {
     "pyarrow",
 }
 HEAVY_THEMSELVES = {
+    "features/loops/trainer/callback.py",
     "rehearsal/record/accumulation.py",
     "rehearsal/record/allocations.py",
     "rehearsal/record/assumed.py",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from snugfit.features.lengths.search import plan_lengths as plan_lengths
     from snugfit.features.loops.custom_loop.accelerate import accelerate as accelerate
     from snugfit.features.loops.custom_loop.run import HandRun as HandRun
+    from snugfit.features.loops.trainer.callback import SnugfitCallback as SnugfitCallback
     from snugfit.features.loops.trainer.fit import fit as fit
     from snugfit.features.watch.watch import watch as watch
     from snugfit.features.ways_out.search import ways_out as ways_out

@@ -45,10 +45,10 @@ Into = Annotated[
     ),
 ]
 File = Annotated[
-    Path,
+    list[Path],
     typer.Argument(
         help="TrainingArguments (JSON, YAML, or a .py file that calls it), or a config of accelerate, "
-        "DeepSpeed or axolotl."
+        "DeepSpeed or axolotl. Can be repeated."
     ),
 ]
 ArgumentsFile = Annotated[
@@ -196,7 +196,7 @@ def _print_written(exported: Export, folder: Path) -> None:
 
 
 def check(file: File, *, as_json: given.AsJson = False) -> int:
-    """Report conflicts, settings without effect, and renamed keys in a configuration file."""
+    """Report conflicts, settings without effect, and renamed keys in configuration files."""
     from snugfit.features.exchange.check import check as check_file
     from snugfit.features.exchange.check import render_check
     from snugfit.report.text.terminal import show, show_json
@@ -204,9 +204,9 @@ def check(file: File, *, as_json: given.AsJson = False) -> int:
     # The argument classes import far more than a check needs.
     if OWN_PROCESS.get():
         defer_imports()
-    checked = check_file(file)
-    if as_json:
-        show_json(checked.to_json())
-    else:
-        show(render_check(checked))
-    return FOUND if checked.findings else 0
+    if as_json and len(file) > 1:
+        raise UsageError(f"--json writes one document, but {len(file)} files are given. Give one file.")
+    checked = [check_file(path) for path in file]
+    for one in checked:
+        show_json(one.to_json()) if as_json else show(render_check(one))
+    return FOUND if any(one.findings for one in checked) else 0

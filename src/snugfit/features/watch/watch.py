@@ -70,7 +70,7 @@ class _SampledCard(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of a `WatchedGpu` that NVML measures, by name."""
-        censuses = self.sampler.censuses.values()
+        censuses = list(self.sampler.censuses.values())  # the sampling thread may add one
         shares = [process.bytes for census in censuses for process in census.own if process.bytes]
         facts: dict[str, Any] = {
             "name": self.card.name,
@@ -134,10 +134,14 @@ class Watch:
                 watched.sampler.read()
                 watched.sampler.count()
         # Computing the results needs NVML, so it is closed afterwards.
-        gpus = [self._result_of(index, fault) for index in self._indices]
+        self._result.gpus, self._result.host_bytes = self.readings(fault)
         self._open.close()
-        self._result.gpus = tuple(gpus)
-        self._result.host_bytes = peak_resident_bytes()
+
+    def readings(self, fault: str | None = None) -> tuple[tuple[WatchedGpu, ...], int | None]:
+        """Return the measurements of the GPUs since the beginning of the block, and the peak host bytes of
+        this process. `fault` is the error of a broken CUDA context.
+        """
+        return tuple(self._result_of(index, fault) for index in self._indices), peak_resident_bytes()
 
     def _choose(self) -> list[int]:
         """Return the CUDA indices of the GPUs to watch. If there is no GPU and none was requested, store the

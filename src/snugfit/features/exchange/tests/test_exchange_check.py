@@ -351,6 +351,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["check", str(file), "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["findings"][0]["fix"]["rename"] == {"evaluation_strategy": "eval_strategy"}
+    assert run(["check", str(file), str(file), "--json"]) == 2
+    assert "2 files are given. Give one file." in capsys.readouterr().err
     for gone in (["--output", str(tmp_path / "a.diff")], ["--force"]):
         assert run(["check", str(file), *gone]) == 2
         assert "--json gives it as `fix`" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import snugfit
 from fitted import copy_of, losses_of, model_of, quiet, trained
 from small_tokenizers import NUMBERS, tokenizer
 from snugfit import fit
@@ -59,3 +60,12 @@ def test_it_is_resumed(tmp_path: Path) -> None:
     fit(tuner(tmp_path / "run", copy_of(model), max_steps=3, **wanted), watch=quiet).train()
     again = trained(fit(tuner(tmp_path / "run", copy_of(model), **wanted), watch=quiet), True)
     assert losses_of(again) == losses_of(whole)
+
+
+def test_the_callback_logs_beside_its_own_metrics(model: Any, tmp_path: Path) -> None:
+    trainer = tuner(tmp_path, copy_of(model), max_steps=3)
+    trainer.add_callback(snugfit.SnugfitCallback(trainer, gpu="h200"))
+    assert losses_of(trained(trainer)) == losses_of(trained(tuner(tmp_path, copy_of(model), max_steps=3)))
+    last = trainer.state.log_history[-1]
+    assert last["snugfit_predicted_reserved_bytes"] > 0
+    assert last["snugfit_measured_step_seconds"] > 0
