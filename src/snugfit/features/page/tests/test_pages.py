@@ -511,3 +511,12 @@ def test_a_page_is_drawn_and_legible_in_chromium(tmp_path: Path, width: int, dar
     colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
     assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
     assert not wrong
+
+
+def test_a_page_folds_all_but_two_doubts() -> None:
+    doubts = tuple(f"assumption {number}" for number in range(4))
+    page = page_of(replace(prediction(), doubts=doubts))
+    assert all(doubt in page for doubt in doubts)
+    shown, folded = page.split('<details class="doubt"><summary>2 more</summary>')
+    assert shown.count("Uncertain: ") == 2
+    assert folded.partition("</details>")[0].count("Uncertain: ") == 2
