@@ -48,16 +48,17 @@ def of_plan(plan: Plan) -> Headline:
     return _of_verdict(short_plan.verdict(plan), about, plan.job, _place(plan.gpu, 1))
 
 
-def _of_verdict(verdict: Sentence, about: str, job: Job, place: str) -> Headline:
-    """Return a verdict of the short report as a sentence on the model and the `place`: `BERT fits on the T4`.
+def _of_verdict(verdict: Sentence, about: str, job: Job, gpu_phrase: str) -> Headline:
+    """Return a verdict of the short report as a sentence on the model and a GPU: `BERT fits on the T4`.
 
     `about` is the subject of the verdict, with all sizes of the job. A page shows them below the headline.
+    `gpu_phrase` names the GPU: `the T4`.
     """
     fit, model = verdict.text.removeprefix(f"{about}: "), _model(job)
     verb = next((verb for verb in ("does not fit", "fits") if fit.startswith(verb)), "")
-    title = f"{model} {verb} on {place}{fit.removeprefix(verb)}" if verb else f"{model} {fit}"
+    title = f"{model} {verb} on {gpu_phrase}{fit.removeprefix(verb)}" if verb else f"{model} {fit}"
     if fit.startswith("no recipe fits"):
-        title = fit.replace("no recipe fits", f"No recipe fits {model} on {place}", 1)
+        title = fit.replace("no recipe fits", f"No recipe fits {model} on {gpu_phrase}", 1)
     return Headline(title, "" if verdict.role == "heading" else verdict.role)
 
 
