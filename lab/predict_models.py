@@ -38,6 +38,7 @@ MODELS = (
     Sample("Mistral-7B-v0.3", 4, 2048),
     Sample("Llama-3.1-8B", 4, 2048),
     Sample("Qwen3-8B", 4, 2048),
+    Sample("Qwen3-14B", 4, 2048),
 )
 
 GPUS = ("rtx 4090", "l40s", "a100-80gb", "h100")
