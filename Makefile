@@ -15,12 +15,13 @@ BIN := .venv/bin
 comma := ,
 CORE := .venv/.core
 STAMP := .venv/.installed
+SITE := .venv/.site
 COMPILED := $(if $(filter Linux,$(shell uname)),$(comma)compile$(comma)liger$(comma)fp8$(comma)deepspeed)
 
 # Without compiled files, each worker would compile all modules and rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all unit lint types image clean
+.PHONY: install demo test test-all unit docs image lint types clean
 
 install: $(STAMP)
 
@@ -34,6 +35,10 @@ $(STAMP): $(CORE)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft,onnx,openvino$(COMPILED)]'
 	touch $@
 
+$(SITE): $(CORE)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 demo: $(CORE)
 	$(BIN)/python examples/demo.py
 
@@ -45,6 +50,11 @@ test-all: install
 
 unit: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not whole and not slow'
+
+docs: $(SITE)
+	$(BIN)/python lab/site_pages.py
+	$(BIN)/zensical build --strict --clean -f mkdocs.yml
+	@echo 'To read it: $(BIN)/python -m http.server --directory build/site'
 
 lint: install
 	$(BIN)/ruff check .
@@ -61,4 +71,4 @@ image: $(CORE)
 	container/image.sh $(BIN)/python
 
 clean:
-	rm -rf .venv snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals
+	rm -rf .venv build/pages build/site snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals

@@ -29,7 +29,10 @@ from tiers import slow_but
 
 ROOT = Path(__file__).parents[1]
 H200 = find_gpu("h200")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
+ERROR_PAGES = sorted((ROOT / "docs" / "errors").glob("*.md"))
+"""Pages about messages of other packages. A reader finds one of them by a search, and reads no other."""
+PAGES = [ROOT / "README.md", *USER_PAGES, *ERROR_PAGES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -184,13 +187,14 @@ def test_phrases_of_messages_are_in_the_source() -> None:
 MOST_WORDS = 15_000
 """Words of all pages for users together, without the bars of tables."""
 
+MOST_ERROR_WORDS = 180
+"""Words of a page about a message, with the message."""
+
 LONGEST_PARAGRAPH = 100
 """Words of a paragraph or of an entry of a list."""
 
 SENTENCE_WORDS = 18
 """Mean number of words of a sentence."""
-
-USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def paragraphs(page: Path) -> list[str]:
@@ -200,12 +204,17 @@ def paragraphs(page: Path) -> list[str]:
     return [block for block in blocks if not block.lstrip().startswith(("|", "#"))]
 
 
+def words(page: Path) -> int:
+    """Return the number of words of a page."""
+    return sum(re.search(r"\w", word) is not None for word in page.read_text().split())
+
+
 def test_docs_are_short() -> None:
-    words = [word for page in USER_PAGES for word in page.read_text().split() if re.search(r"\w", word)]
-    assert len(words) <= MOST_WORDS
+    assert sum(map(words, USER_PAGES)) <= MOST_WORDS
+    assert [page.name for page in ERROR_PAGES if words(page) > MOST_ERROR_WORDS] == []
 
 
-@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*USER_PAGES, *ERROR_PAGES], ids=lambda page: page.name)
 def test_paragraphs_are_short(page: Path) -> None:
     assert [text[:60] for text in paragraphs(page) if len(text.split()) > LONGEST_PARAGRAPH] == []
 
@@ -213,7 +222,7 @@ def test_paragraphs_are_short(page: Path) -> None:
 def test_sentences_are_short() -> None:
     lengths = [
         len(sentence.split())
-        for page in USER_PAGES
+        for page in [*USER_PAGES, *ERROR_PAGES]
         for text in paragraphs(page)
         for sentence in sentences(text)
     ]

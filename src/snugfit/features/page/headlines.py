@@ -15,11 +15,13 @@ from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.plan import Plan
 from snugfit.report import short
 from snugfit.report.plan import short as short_plan
+from snugfit.report.text.answer import subject
 from snugfit.report.text.pace import show_rate, show_spread, show_tokens
 from snugfit.report.text.page import Sentence
 from snugfit.results.measurement import Measurement
 from snugfit.results.prediction import Prediction
 from snugfit.results.speed import StepSpeed, speed_of
+from snugfit.techniques.recipe import Recipe
 from snugfit.units import show_bytes, show_seconds
 
 EXACT = 0.005
@@ -35,16 +37,29 @@ class Headline(NamedTuple):
 
 def of_prediction(one: Prediction) -> Headline:
     """Return the headline for a prediction: it states if the step fits, as in the short report."""
-    return _of_verdict(short.verdict(one))
+    about = subject(one.job, one.recipe, one.gpu, one.gpus, memory=one.memory_bytes)
+    return _of_verdict(short.verdict(one), about, one.job, _place(one.gpu, one.gpus))
 
 
 def of_plan(plan: Plan) -> Headline:
     """Return the headline for a plan: it states if a recipe fits, as in the short report."""
-    return _of_verdict(short_plan.verdict(plan))
+    recipe = Recipe.parse(plan.best_or_nearest.recipe)
+    about = subject(plan.job, recipe, plan.gpu, memory=plan.memory_bytes)
+    return _of_verdict(short_plan.verdict(plan), about, plan.job, _place(plan.gpu, 1))
 
 
-def _of_verdict(verdict: Sentence) -> Headline:
-    return Headline(verdict.text, "" if verdict.role == "heading" else verdict.role)
+def _of_verdict(verdict: Sentence, about: str, job: Job, gpu_phrase: str) -> Headline:
+    """Return a verdict of the short report as a sentence on the model and a GPU: `BERT fits on the T4`.
+
+    `about` is the subject of the verdict, with all sizes of the job. A page shows them below the headline.
+    `gpu_phrase` names the GPU: `the T4`.
+    """
+    fit, model = verdict.text.removeprefix(f"{about}: "), _model(job)
+    verb = next((verb for verb in ("does not fit", "fits") if fit.startswith(verb)), "")
+    title = f"{model} {verb} on {gpu_phrase}{fit.removeprefix(verb)}" if verb else f"{model} {fit}"
+    if fit.startswith("no recipe fits"):
+        title = fit.replace("no recipe fits", f"No recipe fits {model} on {gpu_phrase}", 1)
+    return Headline(title, "" if verdict.role == "heading" else verdict.role)
 
 
 def of_measurement(one: Measurement) -> Headline:
@@ -187,6 +202,8 @@ def figures_of_comparison(one: Comparison) -> list[Figure]:
 
 def _error(error: float) -> str:
     """Return a relative error as text: `11.6 % below the measured`."""
+    if abs(error) < 0.0005:
+        return "as measured"
     return f"{100 * abs(error):.1f} % {'below' if error < 0 else 'above'} the measured"
 
 
@@ -204,7 +221,7 @@ def _model(job: Job) -> str:
 
 def _place(gpu: Gpu | None, gpus: int) -> str:
     """Return the GPU as a phrase in a sentence: `the RTX 4090`, or `each of 2 × H200`."""
-    name = gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") if gpu else "this memory"
+    name = gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ") if gpu else "a GPU with this memory"
     if gpus > 1:
         return f"each of {gpus} × {name}" if gpu else f"each of {gpus} GPUs"
     return f"the {name}" if gpu else name

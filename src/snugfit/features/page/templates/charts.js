@@ -190,7 +190,7 @@
         label: { fontSize: 12, fontFamily: FONT, overflow: "truncate", padding: 3, position: "insideTopLeft", lineHeight: 15,
           formatter: shown => `${tail(shown.name, box.clientWidth / 4)}\n${bytes(shown.value)}` },
         levels: [{ itemStyle: { borderWidth: 0, gapWidth: 2 }, upperLabel: { show: false } }],
-        breadcrumb: { left: 0, bottom: 0, height: 24, emptyItemWidth: 60, itemStyle: { color: css("raised"), borderColor: css("rule"), textStyle: label({}) },
+        breadcrumb: { left: 0, bottom: 0, height: 24, emptyItemWidth: 18, itemStyle: { color: css("raised"), borderColor: css("rule"), textStyle: label({}) },
           emphasis: { itemStyle: { color: css("rule"), textStyle: label({}) } } },
         emphasis: { itemStyle: { borderColor: css("ink") }, upperLabel: label({ show: true, height: ROW }) },
       }],

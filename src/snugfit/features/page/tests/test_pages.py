@@ -21,7 +21,7 @@ from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import UsageError
 from snugfit.features.page.chart import Chart, MemoryCurve
 from snugfit.features.page.colours import KINDS, PHASES, colours_of, ink_on
-from snugfit.features.page.headlines import of_prediction
+from snugfit.features.page.headlines import of_plan, of_prediction
 from snugfit.features.page.options import write_pictures
 from snugfit.features.page.pictures import draw_front, draw_page, draw_prediction, memory_over_step, parts_of
 from snugfit.frontends.one_of_several import COMMAND_LINE
@@ -29,7 +29,6 @@ from snugfit.job.gpu import find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.plan import Plan
 from snugfit.report import prediction as prediction_report
-from snugfit.report import short
 from snugfit.report.text.terminal import as_text
 from snugfit.results.footprint import Kind
 from snugfit.results.prediction import Prediction
@@ -55,7 +54,7 @@ def test_a_prediction_s_page_has_the_verdict_and_four_numbers(tmp_path: Path) ->
     page = page_of(one)
     check_page(page, charts=3, drawn=2)
     words, speed = words_of(page), one.speed
-    assert f"<h1>{short.verdict(one).text}</h1>" in page
+    assert "<h1>bert-large-uncased fits on the Tesla V100-SXM2-16GB, " in page
     assert speed is not None
     document = one.to_json()
     for number in (
@@ -88,20 +87,28 @@ def test_the_data_of_a_page_are_those_of_the_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("memory", "words", "tone"), [
-    (16 * GIB, "fits, 8.4 GiB free", "good"),
-    (8 * GIB, "fits, but tight: 0.4 GiB free", "tight"),
-    (4 * GIB, "does not fit: needs 7.6 GiB", "bad"),
-    (None, "needs 7.6 GiB", ""),
+    (16 * GIB, "fits on the Tesla V100-SXM2-16GB, 8.4 GiB free", "good"),
+    (8 * GIB, "fits on the Tesla V100-SXM2-16GB, but tight: 0.4 GiB free", "tight"),
+    (4 * GIB, "does not fit on the Tesla V100-SXM2-16GB: needs 7.6 GiB, the limit is 4.0 GiB", "bad"),
+    (None, "needs 7.6 GiB; add --gpu NAME to see whether it fits", ""),
 ])  # fmt: skip
-def test_the_title_is_the_verdict(memory: int | None, words: str, tone: str) -> None:
+def test_the_title_is_a_sentence_with_the_verdict(memory: int | None, words: str, tone: str) -> None:
     parts = parts_of(prediction(memory_bytes=memory, headroom_bytes=GIB))
-    assert words in parts.title
+    assert parts.title.startswith(f"bert-large-uncased {words}")
     assert (parts.tone, parts.figures[0].tone) == (tone, tone)
 
 
 def test_the_title_has_the_number_of_gpus() -> None:
     unnamed = prediction(20 * GIB, gpu=None, memory_bytes=8 * GIB, gpus=2)
-    assert of_prediction(unnamed).title.endswith("2 GPUs: does not fit: needs 20.6 GiB, the limit is 8.0 GiB")
+    assert of_prediction(unnamed).title == (
+        "bert-large-uncased does not fit on each of 2 GPUs: needs 20.6 GiB, the limit is 8.0 GiB"
+    )
+
+
+def test_the_title_of_a_plan_without_a_fitting_recipe_has_the_nearest() -> None:
+    assert of_plan(planned(0, memory=4 * GIB)).title == (
+        "No recipe fits bert-large-uncased on the H200. The nearest needs 7.6 GiB, the limit is 4.0 GiB"
+    )
 
 
 def test_a_page_shows_its_command_its_date_and_the_versions(tmp_path: Path) -> None:
@@ -504,3 +511,12 @@ def test_a_page_is_drawn_and_legible_in_chromium(tmp_path: Path, width: int, dar
     colour, *wrong = seen_in_chromium(tmp_path / "page.html", tmp_path, width=width, dark=dark)
     assert colour == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
     assert not wrong
+
+
+def test_a_page_folds_all_but_two_doubts() -> None:
+    doubts = tuple(f"assumption {number}" for number in range(4))
+    page = page_of(replace(prediction(), doubts=doubts))
+    assert all(doubt in page for doubt in doubts)
+    shown, folded = page.split('<details class="doubt"><summary>2 more</summary>')
+    assert shown.count("Uncertain: ") == 2
+    assert folded.partition("</details>")[0].count("Uncertain: ") == 2
