@@ -265,10 +265,11 @@ def trained(forks: Forks, folder: Path, size: int, **asked: Any) -> list[int]:
 
 
 def weights_in(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return the model of a checkpoint, as libraries read it."""
+    """Return the model of a checkpoint, or its adapters, as libraries read them."""
     from safetensors.torch import load_file
 
-    return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
+    files = (folder / f"checkpoint-{step}" / f"{name}.safetensors" for name in ("model", "adapter_model"))
+    return load_file(next(file for file in files if file.is_file()))
 
 
 def warm() -> None:

@@ -382,9 +382,9 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         stack.enter_context(process_group(recorder.rank or 0, wish.ranks))
         stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
         shapes = ShapesModule(recorder.order, wish.ranks, recorder.wait, recorder.empty_cache)
-        stack.enter_context(
-            replace_attributes([(torch, "meta", shapes), *replaced, *while_spreading(recorder)])
-        )
+        # FSDP2 waits by `torch.accelerator` for gathered weights of a group without trained ones.
+        of_device = [(torch, "meta", shapes), (torch.accelerator, "current_stream", shapes.current_stream)]
+        stack.enter_context(replace_attributes([*of_device, *replaced, *while_spreading(recorder)]))
         if wish.on_host:
             recorder.shards = stack.enter_context(shards_on_host(recorder))
         yield
