@@ -79,14 +79,18 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     return setup.with_fields(parallel=replace(wish, dtype=dtype))
 
 
-def shares_adapters(technique: Technique, wish: ParallelWish) -> bool:
-    """Return True if `technique` trains adapters that data parallelism supports: on copied weights, or on
-    sharded weights that are not quantized.
+def is_quantized(technique: Technique) -> bool:
+    """Return True if `technique` trains adapters on weights of another kind than the model's own, such as
+    quantized ones.
     """
     adds = [one.freezes for one in used_wishes(technique.alone)]
-    if not any(adds) or wish.ranks_of_one_part > 1 or wish.states == "sharded":
-        return False
-    return wish.weights == "copied" or all(adds)
+    return any(adds) and not all(adds)
+
+
+def shares_adapters(technique: Technique, wish: ParallelWish) -> bool:
+    """Return True if `technique` trains adapters, and GPUs share only the batch and the weights."""
+    adds = any(one.freezes for one in used_wishes(technique.alone))
+    return adds and wish.ranks_of_one_part == 1 and wish.states == "copied"
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from many_ranks import LAST, run_of, trained, weights_in
 from rank_events import to_last_birth, unheard, without_own
 from small_models import small_job
 from small_runs import events, losses
+from snugfit.errors import SnugfitError, UsageError
 from snugfit.features.distributed.plan.shared import Shared
 from snugfit.prediction.predict import predict
+from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
 from tiers import few_of, slow_but
 from tolerance import same_losses, same_parameters
@@ -39,8 +42,11 @@ CASES = [
     ("llama", "ddp(bucket_views=true) + lora(r=4, dora=true) + bf16_pure + every_layer"),
     ("bert", "ddp + lora(r=4, dropout=0.1) + bf16 + micro_batches(2)"),
     ("llama", "ddp + qlora(r=4) + bf16"),
+    ("llama", "fsdp + qlora(r=4, targets=all-linear) + bf16_pure + every_layer"),
+    ("llama", "fsdp(reshard=none) + qlora(r=4, double=false) + bf16"),
+    ("mixtral", "fsdp + lora(r=4, parameters=experts.gate_up_proj, targets=q_proj)"),
 ]
-COVERING = [CASES[2], CASES[4], CASES[6]]
+COVERING = [CASES[2], CASES[4], CASES[7]]
 CASES = few_of(CASES, [one for one in CASES if one not in COVERING])
 
 
@@ -78,6 +84,7 @@ TRAINED = [
     ("fsdp", 2, "lora(r=4, dora=true) + bf16_pure", "ddp", 4),
     ("hsdp(2, offload=cpu)", 4, "lora(r=4)", "fsdp", 2),
     ("ddp", 2, "qlora(r=4) + bf16", "ddp", 4),
+    ("fsdp", 2, "qlora(r=4) + bf16_pure", "fsdp", 4),
 ]
 """Techniques for several processes, their number, the adapters, and the processes of another resumed run."""
 
@@ -146,3 +153,32 @@ def test_sharded_frozen_weights_may_take_more_memory_than_copies() -> None:
         layouts = [Shared(2, Recipe.parse(one)) for one in (fsdp, ddp)]
         assert (peaks[0] > peaks[1]) is sharded_needs_more
         assert layouts[0].holds_no_more_than(layouts[1]) is not sharded_needs_more
+
+
+# ---- weights of several kinds ----------------------------------------------------------------------------
+
+
+def test_a_gpu_has_its_part_of_packed_weights() -> None:
+    """Their scales stay whole on each GPU. They move with the weights of a model that the host builds."""
+    job = small_job("llama", 4, batch_size=2, sequence_length=8)
+    kinds = [
+        predict(replace(job, build_on=place), f"{many} + qlora(r=4)", gpu="h200", gpus=2).footprint.kinds
+        for many, place in (("ddp", "device"), ("fsdp", "device"), ("fsdp", "host"))
+    ]
+    whole, part, from_host = (one[Kind.WEIGHTS] for one in kinds)
+    assert part < 0.7 * whole
+    assert from_host == pytest.approx(part, rel=0.02)
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_accelerate_does_not_shard_packed_weights(loop: str) -> None:
+    job = small_job("llama", 1, batch_size=2, sequence_length=8)
+    with pytest.raises(SnugfitError, match=r"leaves 4-bit weights whole on each GPU.*try ddp"):
+        predict(job, "fsdp + qlora(r=4)", gpu="h200", gpus=2, loop=loop)
+
+
+def test_trained_weights_of_two_dtypes_in_a_layer_are_refused() -> None:
+    job = small_job("llama", 2, batch_size=2, sequence_length=8)
+    recipe = "fsdp + bf16_pure + lora(r=4, save=input_layernorm)"
+    with pytest.raises(UsageError, match="LlamaDecoderLayer has bfloat16 and float32"):
+        predict(job, recipe, gpu="h200", gpus=2)
