@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.checkpoint.shards import step_counts
+from snugfit.features.distributed.engine.config import is_of_engine
 from snugfit.training.checkpoint.model_state import beginning_of
-from snugfit.training.checkpoint.optimizer_state import parameters_of
+from snugfit.training.checkpoint.optimizer_state import optimizer_state, parameters_of
 from snugfit.training.checkpoint.packed_state import pack
 from snugfit.training.checkpoint.state import Snapshot, TrainState, state_of
 from snugfit.training.checkpoint.weights import ModelWeights, weights_of
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 
     from snugfit.training.checkpoint.staging import Staging
 
+Weights = dict[int, Any]
+"""Whole trained weights in the first process, by the `id` of the model's own."""
+
+States = dict[int, dict[str, Any]]
+"""Whole optimizer states in the first process, by the weight's index in the optimizer."""
+
 
 def gathered_adapters(state: TrainState, staging: Staging, *, random: Sequence[Any]) -> Snapshot | None:
     """Gather trained weights and optimizer states on the first process's host, and return its snapshot. The
@@ -30,14 +38,11 @@ def gathered_adapters(state: TrainState, staging: Staging, *, random: Sequence[A
 
     All processes call it between two steps, after the previous snapshot is written.
     """
-    tree, is_first = state_of(state, random), state.ranks.is_first
-    trained = {id(one): _on_host(one, is_first) for one in parameters_of(state.optimizer)}
-    tree["optimizer"]["states"] = {
-        index: {key: _on_host(value, is_first) for key, value in values.items()}
-        for index, values in tree["optimizer"]["states"].items()
-    }
-    if not is_first:
+    tree = state_of(state, random)
+    trained, moments = (_of_engine if is_of_engine(state.optimizer) else _of_shards)(state)
+    if not state.ranks.is_first:
         return None
+    tree["optimizer"]["states"] = moments
     packed, tensors = pack(tree, parameters_of(state.optimizer))
     staging.begin()
     copied = Snapshot(
@@ -54,14 +59,39 @@ def gathered_adapters(state: TrainState, staging: Staging, *, random: Sequence[A
     return copied
 
 
-def _on_host(value: Any, is_first: bool) -> Any:
-    """Return a copy of a shard's whole tensor on the host of the first process, or another value itself. All
-    processes call it.
+def _of_shards(state: TrainState) -> tuple[Weights, States]:
+    """Gather FSDP2's trained weights, and the optimizer states of each. All processes call it."""
+    is_first = state.ranks.is_first
+
+    def whole(value: Any) -> Any:
+        return _on_host(value.detach().full_tensor(), is_first) if hasattr(value, "full_tensor") else value
+
+    weights = {id(one): whole(one) for one in parameters_of(state.optimizer)}
+    states = optimizer_state(state.optimizer)["states"]
+    return weights, {
+        index: {key: whole(value) for key, value in of_weight.items()} for index, of_weight in states.items()
+    }
+
+
+def _of_engine(state: TrainState) -> tuple[Weights, States]:
+    """Gather the trained fp32 weights of DeepSpeed's engine, and the optimizer states of each. All processes
+    call it.
     """
-    if not hasattr(value, "full_tensor"):
-        return value
-    whole = value.detach().full_tensor()
-    return whole.to("cpu", copy=True) if is_first else None
+    from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
+
+    optimizer: Any = state.optimizer
+    is_first, parameters = state.ranks.is_first, parameters_of(optimizer)
+    weights = {id(one): _on_host(whole_weight(one), is_first) for one in parameters}
+    states: States = {index: dict(counts) for index, counts in step_counts(state).items()}
+    for index, weight in enumerate(parameters):
+        for key, value in whole_states(optimizer, weight):
+            states[index][key] = _on_host(value, is_first)
+    return weights, states
+
+
+def _on_host(whole: torch.Tensor, is_first: bool) -> Any:
+    """Return a copy on the host in the first process, and None in the others."""
+    return whole.detach().to("cpu", copy=True) if is_first else None
 
 
 def _whole_weights(state: TrainState, trained: Mapping[int, torch.Tensor]) -> ModelWeights:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
+from snugfit.features.distributed.techniques.several_gpus import adds_adapters, is_quantized
 from snugfit.step.wishes.own_attention import own_attentions
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
@@ -161,7 +162,8 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
         )
     for technique in untried_techniques(recipe):
-        yield f"it is not simulated together with {technique}. Leave one of them out."
+        if not adds_adapters(technique) or is_quantized(technique):
+            yield f"it is not simulated together with {technique}. Leave one of them out."
     if recipe[Slot.ATTENTION].value in own_attentions():
         yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
     if recipe[Slot.OPTIMIZER].value.factory.path != ADAMW:

@@ -79,18 +79,21 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     return setup.with_fields(parallel=replace(wish, dtype=dtype))
 
 
+def adds_adapters(technique: Technique) -> bool:
+    """Return True if `technique` freezes the model's weights and trains added ones."""
+    return any(one.freezes for one in used_wishes(technique.alone))
+
+
 def is_quantized(technique: Technique) -> bool:
-    """Return True if `technique` trains adapters on weights of another kind than the model's own, such as
+    """Return True if `technique` adds adapters to weights of another kind than the model's own, such as
     quantized ones.
     """
-    adds = [one.freezes for one in used_wishes(technique.alone)]
-    return any(adds) and not all(adds)
+    return adds_adapters(technique) and not all(one.freezes for one in used_wishes(technique.alone))
 
 
 def shares_adapters(technique: Technique, wish: ParallelWish) -> bool:
-    """Return True if `technique` trains adapters, and GPUs share only the batch and the weights."""
-    adds = any(one.freezes for one in used_wishes(technique.alone))
-    return adds and wish.ranks_of_one_part == 1 and wish.states == "copied"
+    """Return True if `technique` adds adapters, and GPUs share only the batch and the weights."""
+    return adds_adapters(technique) and wish.ranks_of_one_part == 1 and wish.states == "copied"
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
