@@ -54,6 +54,7 @@ def run_of(
     samples: int = 25,
     dropout: bool = False,
     facts: dict[str, Any] | None = None,
+    dtype: str = "float32",
     **options: Any,
 ) -> Trained:
     """Train in this process, which may be one of several, a model with these `facts` in its config. Samples
@@ -61,7 +62,12 @@ def run_of(
     samples."""
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
     small = small_job(
-        job, layers, {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})}, batch_size=8, clip=1.0
+        job,
+        layers,
+        {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})},
+        batch_size=8,
+        clip=1.0,
+        dtype=dtype,
     )
     data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
     if job == "llama":

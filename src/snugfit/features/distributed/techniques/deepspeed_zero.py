@@ -156,7 +156,10 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         yield "it supports training only. Leave it out."
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
-    if setup.weights_dtype is not None or setup.scale_gradients or job.dtype != "float32":
+    # Frozen weights in bf16 need no fp32 copies, and adapters are fp32 already.
+    trains_fp32 = adds_adapters(recipe[Slot.ADAPTERS]) and setup.autocast == job.dtype == "bfloat16"
+    is_fp32 = trains_fp32 or job.dtype == "float32"
+    if setup.weights_dtype is not None or setup.scale_gradients or not is_fp32:
         yield (
             f"it updates weights in fp32 and computes in bf16 or fp32, so it cannot be combined with "
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."

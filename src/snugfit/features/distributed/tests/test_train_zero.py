@@ -151,6 +151,19 @@ def test_adapters_are_whole_in_each_checkpoint(tmp_path: Path, forks: Forks, rec
         same_parameters(weights_in(tmp_path / name, LAST), weights_in(tmp_path / "alone", LAST))
 
 
+def test_adapters_train_in_fp32_beside_weights_in_bf16(tmp_path: Path, forks: Forks) -> None:
+    """The engine casts adapters to bf16, and updates the fp32 values that they had before."""
+    how: dict[str, Any] = {"job": "llama", "layers": 1, "dtype": "bfloat16"}
+    run_of(str(tmp_path / "alone"), recipe="bf16 + lora(r=4)", **how)
+    ran(forks, tmp_path / "run", 2, recipe=f"bf16 + {ZERO2} + lora(r=4)", **how)
+    both = (tmp_path / "run", tmp_path / "alone")
+    same_losses(*([row[0] for row in losses(at).values()] for at in both), ROUNDS)
+    ours, theirs = (weights_in(at, LAST) for at in both)
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype == torch.float32
+        assert (value - theirs[name]).abs().max() < LAST * 1e-4, name
+
+
 @pytest.fixture(scope="module")
 def cpu_adam() -> None:
     """Compile DeepSpeed's Adam for the host in this process. Two processes that compile at once would wait
