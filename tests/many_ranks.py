@@ -54,6 +54,7 @@ def run_of(
     samples: int = 25,
     dropout: bool = False,
     facts: dict[str, Any] | None = None,
+    dtype: str = "float32",
     **options: Any,
 ) -> Trained:
     """Train in this process, which may be one of several, a model with these `facts` in its config. Samples
@@ -61,7 +62,12 @@ def run_of(
     samples."""
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
     small = small_job(
-        job, layers, {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})}, batch_size=8, clip=1.0
+        job,
+        layers,
+        {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})},
+        batch_size=8,
+        clip=1.0,
+        dtype=dtype,
     )
     data = [row if job == "bert" else {"input_ids": row["input_ids"]} for row in rows(samples)]
     if job == "llama":
@@ -265,10 +271,11 @@ def trained(forks: Forks, folder: Path, size: int, **asked: Any) -> list[int]:
 
 
 def weights_in(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return the model of a checkpoint, as libraries read it."""
+    """Return the model of a checkpoint, or its adapters, as libraries read them."""
     from safetensors.torch import load_file
 
-    return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
+    files = (folder / f"checkpoint-{step}" / f"{name}.safetensors" for name in ("model", "adapter_model"))
+    return load_file(next(file for file in files if file.is_file()))
 
 
 def warm() -> None:

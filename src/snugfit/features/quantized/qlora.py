@@ -93,6 +93,8 @@ class Qlora(LowRank):
             )
         if self.bits == 8 and job.build_on == "host":
             yield "weights of 8 bits are quantized on the GPU. Leave build_on out, or try bits=4."
+        if self.bits == 8 and not recipe[Slot.SHARDING].plain:
+            yield f"8-bit weights are not simulated together with {recipe[Slot.SHARDING]}. Try bits=4."
         yield from super().objections(job, recipe)
         engine, checkpointing = (recipe[slot] for slot in (Slot.ENGINE, Slot.CHECKPOINTING))
         if engine.alone.lowering is not None:

@@ -30,13 +30,14 @@ from snugfit.features.distributed.apply.sharded_optimizer import sharded_optimiz
 from snugfit.features.distributed.apply.stages import keep_stage, parts_of
 from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.features.distributed.fields import PARALLEL, ParallelWish
-from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
+from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS, is_quantized
 from snugfit.step.checkpointing import layer_names, layer_stacks
 from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext, all_of
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.precision import MIXED
 from snugfit.step.wishes.python_text import CallText, keywords_text
 from snugfit.techniques.feature import InstallStage
+from snugfit.techniques.registry import tensors_beside
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ LIVE = (
     "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
     "torchrun starts trains by the Trainer's own DDP or FSDP2"
 )
+
+
+WHOLE_4_BIT = "accelerate's FSDP2 leaves 4-bit weights whole on each GPU, and only snugfit train shards them"
+"""Reason to refuse accelerate and the Trainer. Source: `fsdp2_prepare_model` of accelerate 1.15, which has
+these weights in `ignored_params`.
+"""
 
 
 class ParallelHandler(Handler):
@@ -205,10 +212,14 @@ class ParallelHandler(Handler):
         return functools.partial(by_accelerate.one_of_several, device, value)
 
     def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
-        """Return a model on the host, from which accelerate moves each process's shards to its GPU."""
+        """Return a model on the host, from which accelerate moves each process's shards to its GPU. Raises
+        `UsageError` for quantized weights, which accelerate does not shard.
+        """
         if value.weights != "sharded":
             return None
         model = build(stays=True)
+        if any(tensors_beside(weight) for weight in model.parameters()):
+            raise UsageError(f"{WHOLE_4_BIT}. Leave --loop out, or try ddp.")
         if setup.autocast:
             by_accelerate.widen(model)
         return model
@@ -350,10 +361,23 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device != "cpu")
     for stack in layer_stacks(model):
         for layer in stack:
+            _refuse_two_dtypes(layer)
             fully_shard(layer, **options)
+    _refuse_two_dtypes(model)
     # The backward pass needs the root's weights first, so they stay unless `reshard` is all.
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
     return model
+
+
+def _refuse_two_dtypes(group: torch.nn.Module) -> None:
+    """Raise `UsageError` for trained weights of several dtypes that FSDP2 would gather together."""
+    dtypes = {one.dtype for one in group.parameters() if one.requires_grad and mesh(one) is None}
+    if len(dtypes) > 1:
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f"FSDP2 shards trained weights of one dtype together, and {type(group).__name__} has {named}. "
+            "Adapters are float32. Leave save out, try 'bf16' over weights in float32, or ddp."
+        )
 
 
 def give_back_whole_weights(device: str) -> None:
@@ -404,6 +428,8 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
             cuts_more[0],
             "a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)",
         )
+    if wish.weights == "sharded" and is_quantized(context.recipe[Slot.ADAPTERS]):
+        raise context.refusal(Slot.SHARDING, WHOLE_4_BIT)
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
     more: dict[str, Any] = {"mixed": MIXED[wish.dtype]} if wish.dtype else {}

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from snugfit.features.distributed.apply.sharded_optimizer import local_optimizer
 from snugfit.features.distributed.apply.stages import is_stage
 from snugfit.features.distributed.checkpoint import shards
+from snugfit.features.distributed.checkpoint.gathered_adapters import gathered_adapters
 from snugfit.features.distributed.checkpoint.joined_state import own_part
 from snugfit.features.distributed.engine.config import is_of_engine
 from snugfit.features.distributed.engine.owners import part_bytes
+from snugfit.training.checkpoint.adapters import is_adapted
 from snugfit.training.checkpoint.model_state import load_model_state
 from snugfit.training.checkpoint.parts import StateParts
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
+
+    from snugfit.training.checkpoint.staging import Staging
 
 
 class SpreadState(StateParts):
@@ -31,7 +35,6 @@ class SpreadState(StateParts):
     lacks_layers = staticmethod(is_stage)
     local_optimizer = staticmethod(local_optimizer)
     loads_on_host = staticmethod(is_of_engine)
-    snapshot = staticmethod(shards.shards_of)
     has_files = staticmethod(shards.has_shards)
 
     def own_states(
@@ -40,10 +43,20 @@ class SpreadState(StateParts):
         """Return the names of the weights of this process's pipeline stages, and their optimizer states."""
         return own_part(saved, optimized, names) if is_stage(model) else (optimized, saved)
 
+    def snapshot(self, state: Any, staging: Staging, *, random: Sequence[Any], is_last: bool) -> Any:
+        """Return a copy on the host of this process's shards. Adapters are copied whole, by the first process
+        alone.
+        """
+        if is_adapted(state.model):
+            return gathered_adapters(state, staging, random=random)
+        return shards.shards_of(state, staging, random=random, is_last=is_last)
+
     def tensor_bytes(self, state: Any) -> list[int] | None:
         """Return the bytes of each tensor that this process writes for DeepSpeed's engine; None if no engine
-        runs.
+        runs. Gathered adapters need no memory in advance.
         """
+        if is_adapted(state.model) and shards.is_sharded(state):
+            return []
         is_own = is_of_engine(state.optimizer)
         return part_bytes(state.model, state.ranks.rank, state.ranks.size) if is_own else None
 

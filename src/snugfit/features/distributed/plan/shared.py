@@ -12,6 +12,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, Setup
 from snugfit.techniques.several_gpus import on_gpus
 from snugfit.techniques.technique import Slot, Technique
+from snugfit.techniques.wish import used_wishes
 
 KEPT = "none"
 """Value of `ParallelWish.reshard` that keeps all gathered weights after the forward pass."""
@@ -118,7 +119,15 @@ class Shared:
             _keeps_no_more(own, rival)
             and self.spreads_no_less_than(other)
             and self.differs_only_in(other, Slot.CHECKPOINTING)
+            and not self._gathers_frozen(other)
         )
+
+    def _gathers_frozen(self, other: Shared) -> bool:
+        """Return True if this layout gathers frozen weights that the other has whole on each GPU. They have
+        no optimizer states, so gathered layers may take more memory than sharding saves.
+        """
+        is_same = self.wish is None or other.wish is None or self.wish.weights == other.wish.weights
+        return not is_same and any(one.freezes for one in used_wishes(self.setup))
 
     def has_groups_of(self, other: Shared) -> bool:
         """Return True if this layout's groups of GPUs are as large as the other's, or a multiple of them.

@@ -50,6 +50,7 @@ from snugfit.rehearsal.trace.trace import (
 )
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
+from snugfit.techniques.registry import tensors_beside
 
 if TYPE_CHECKING:
     from snugfit.features.distributed.fields import ParallelWish
@@ -382,9 +383,9 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         stack.enter_context(process_group(recorder.rank or 0, wish.ranks))
         stack.enter_context(patch.dict(CUDA_RULES, chunks.SCRATCH))
         shapes = ShapesModule(recorder.order, wish.ranks, recorder.wait, recorder.empty_cache)
-        stack.enter_context(
-            replace_attributes([(torch, "meta", shapes), *replaced, *while_spreading(recorder)])
-        )
+        # FSDP2 waits by `torch.accelerator` for gathered weights of a group without trained ones.
+        of_device = [(torch, "meta", shapes), (torch.accelerator, "current_stream", shapes.current_stream)]
+        stack.enter_context(replace_attributes([*of_device, *replaced, *while_spreading(recorder)]))
         if wish.on_host:
             recorder.shards = stack.enter_context(shards_on_host(recorder))
         yield
@@ -550,8 +551,13 @@ def one_search_for_strides() -> list[Patch]:
 
 
 def _move(recorder: RankRecorder, parameters: list[Any], buffers: list[torch.Tensor], device: Any) -> None:
-    """Allocate each tensor that is still on the host on the simulated device, as `model.to(device)` would."""
+    """Allocate each tensor that is still on the host on the simulated device, as `model.to(device)` would.
+    Scales of a quantized weight move before the weight.
+    """
     for tensor in (*parameters, *buffers):
+        for owner, name in tensors_beside(tensor):
+            if not recorder.memory.has_seen(beside := getattr(owner, name)):
+                setattr(owner, name, torch.empty_like(beside, device=device))
         held = getattr(tensor, "_local_tensor", tensor)  # this rank's shard of a sharded matrix
         if not recorder.memory.has_seen(held):
             tensor.data = torch.empty_like(tensor, device=device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
+from snugfit.features.distributed.techniques.several_gpus import adds_adapters, is_quantized
 from snugfit.step.wishes.own_attention import own_attentions
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
@@ -155,13 +156,17 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
         yield "it supports training only. Leave it out."
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
-    if setup.weights_dtype is not None or setup.scale_gradients or job.dtype != "float32":
+    # Frozen weights in bf16 need no fp32 copies, and adapters are fp32 already.
+    trains_fp32 = adds_adapters(recipe[Slot.ADAPTERS]) and setup.autocast == job.dtype == "bfloat16"
+    is_fp32 = trains_fp32 or job.dtype == "float32"
+    if setup.weights_dtype is not None or setup.scale_gradients or not is_fp32:
         yield (
             f"it updates weights in fp32 and computes in bf16 or fp32, so it cannot be combined with "
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
         )
     for technique in untried_techniques(recipe):
-        yield f"it is not simulated together with {technique}. Leave one of them out."
+        if not adds_adapters(technique) or is_quantized(technique):
+            yield f"it is not simulated together with {technique}. Leave one of them out."
     if recipe[Slot.ATTENTION].value in own_attentions():
         yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
     if recipe[Slot.OPTIMIZER].value.factory.path != ADAMW:

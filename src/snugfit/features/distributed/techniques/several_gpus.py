@@ -12,6 +12,7 @@ from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot, Technique, TechniqueBySlot, setup_of
+from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -78,6 +79,23 @@ def with_parallel(setup: Setup, wish: ParallelWish) -> Setup:
     return setup.with_fields(parallel=replace(wish, dtype=dtype))
 
 
+def adds_adapters(technique: Technique) -> bool:
+    """Return True if `technique` freezes the model's weights and trains added ones."""
+    return any(one.freezes for one in used_wishes(technique.alone))
+
+
+def is_quantized(technique: Technique) -> bool:
+    """Return True if `technique` adds adapters to weights of another kind than the model's own, such as
+    quantized ones.
+    """
+    return adds_adapters(technique) and not all(one.freezes for one in used_wishes(technique.alone))
+
+
+def shares_adapters(technique: Technique, wish: ParallelWish) -> bool:
+    """Return True if `technique` adds adapters, and GPUs share only the batch and the weights."""
+    return adds_adapters(technique) and wish.ranks_of_one_part == 1 and wish.states == "copied"
+
+
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
     """Yield the reasons why several GPUs cannot train this job under this recipe."""
     setup = setup_of(recipe[Slot.PRECISION], recipe[Slot.OPTIMIZER])
@@ -86,7 +104,8 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
     for technique in untried_techniques(recipe):
-        yield f"it is not simulated together with {technique}. Leave one of them out."
+        if not shares_adapters(technique, wish):
+            yield f"it is not simulated together with {technique}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield (
             "weights are gathered in bf16 or as they are, so it cannot be combined with "

@@ -82,7 +82,11 @@ def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int
     [
         ("fsdp + adamw_8bit", "is not simulated on shards of weights. Try 'adamw'"),
         ("fsdp + fp16", "weights are gathered in bf16 or as they are"),
-        ("ddp + lora(r=2)", "is not simulated together with lora"),
+        ("tensor(2) + lora(r=2)", "is not simulated together with lora"),
+        ("ddp + tensor(2) + lora(r=2)", "is not simulated together with lora"),
+        ("zero1 + lora(r=2)", "is not simulated together with lora"),
+        ("ddp + frozen(parts=embed_tokens)", "is not simulated together with frozen"),
+        ("fsdp + qlora(r=2, bits=8)", "8-bit weights are not simulated together with fsdp. Try bits=4"),
         ("tensor(3)", "4 attention heads and 2 key/value heads and 112 columns .* by 3 GPUs. Try 2."),
         ("zero1 + tensor(2)", "is not simulated together with zero1. Try 'fsdp' or 'ddp'"),
         ("ddp(bucket_views=true) + tensor(2)", "Leave bucket_views out"),

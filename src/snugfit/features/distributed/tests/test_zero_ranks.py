@@ -53,8 +53,11 @@ TWO = [
     ("bert", "zero2(offload=none) + bf16 + micro_batches(2)"),
     ("bert", "zero3(offload=none) + micro_batches(2)"),
     ("llama", "zero3(offload=none) + every_layer + bf16"),
+    ("llama", "zero2(offload=none) + lora(r=4) + bf16"),
+    ("bert", "zero2(offload=none) + lora(r=4, dora=true) + micro_batches(2)"),
+    ("llama", "zero3(offload=none) + lora(r=4) + bf16"),
 ]
-TWO = few_of(TWO, TWO[1:4])
+TWO = few_of(TWO, [*TWO[1:4], *TWO[5:7]])
 FOUR = [("bert", "zero3(offload=none) + bf16")]
 
 

@@ -28,6 +28,7 @@ from snugfit.job.model import Model
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
+from snugfit.techniques.technique import Slot
 
 KEYS = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
 LORA = "lora(r=4, targets=all-linear, dropout=0.1)"
@@ -295,3 +296,29 @@ def test_an_export_that_would_harm_is_one_message(tmp_path: Path, capsys: pytest
     assert "Nothing was exported" in capsys.readouterr().err
     assert run([*ask, "--recipe", "segments", "--export", "axolotl", str(folder)]) == 2
     assert not (folder / "axolotl.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "sharding", "recipe"),
+    [
+        ({"adapter": "lora"}, {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, "fsdp"),
+        ({"adapter": "qlora", "load_in_4bit": True}, {}, "ddp"),
+    ],
+)
+def test_adapters_of_axolotl_on_several_gpus_are_valid_recipes(
+    adapter: dict[str, Any], sharding: dict[str, Any], recipe: str, tmp_path: Path
+) -> None:
+    """A file without FSDP trains by DDP in several processes."""
+    needs_techniques("qlora + ddp")
+    job = job_in(tmp_path / "model", "bfloat16")
+    config = {
+        "base_model": job.model.name, "lora_r": 4, "lora_target_modules": ["q_proj"], "sequence_len": 16,
+        "micro_batch_size": 2, "gradient_accumulation_steps": 1, "bf16": True, "optimizer": "adamw_torch",
+        "learning_rate": 1e-3, **adapter, **sharding,
+    }  # fmt: skip
+    (file := tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(config))
+    reading = read_arguments(file, gpus=2)
+    assert reading.refused == ()
+    read = Recipe.parse(reading.settings["recipe"])
+    assert [read[Slot.ADAPTERS].name, str(read[Slot.SHARDING])] == [adapter["adapter"], recipe]
+    read.check(job, installed=False)
