@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each is complete from a bare clone, through `make install`.
+# `make demo` and `make test` are complete from a bare clone, through `make install`.
 # `make unit` runs the tests that start no process, train nothing and search for no plan. `make test` adds those
 # that do, one to a few cases of each promise: eight minutes on two cores. `make test-all` runs every case,
 # the slow tier and all recorded runs: about two hours. Run it before an issue is called resolved.
@@ -12,10 +12,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-comma := ,
 CORE := .venv/.core
 STAMP := .venv/.installed
-COMPILED := $(if $(filter Linux,$(shell uname)),$(comma)compile$(comma)liger$(comma)fp8$(comma)deepspeed)
 
 # Without compiled files, each worker would compile all modules and rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,11 +25,11 @@ install: $(STAMP)
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[bnb,peft]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,plots,bnb,peft]'
 	touch $@
 
 $(STAMP): $(CORE)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft,onnx,openvino$(COMPILED)]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[all,dev]'
 	touch $@
 
 demo: $(CORE)
