@@ -1,4 +1,5 @@
 # `make demo` and `make test` are complete from a bare clone, through `make install`.
+# `make dist` builds the wheel and the sdist, and tests the wheel in an empty environment (dev/release.md).
 # `make unit` runs the tests that start no process, train nothing and search for no plan. `make test` adds those
 # that do, one to a few cases of each promise: eight minutes on two cores. `make test-all` runs every case,
 # the slow tier and all recorded runs: about two hours. Run it before an issue is called resolved.
@@ -18,7 +19,7 @@ STAMP := .venv/.installed
 # Without compiled files, each worker would compile all modules and rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all unit lint types clean
+.PHONY: install demo test test-all unit lint types dist clean
 
 install: $(STAMP)
 
@@ -54,5 +55,8 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+dist: install
+	$(BIN)/python lab/build_dist.py
+
 clean:
-	rm -rf .venv snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals
+	rm -rf .venv dist snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals
