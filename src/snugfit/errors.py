@@ -142,10 +142,10 @@ def lacks_package(name: str, error: BaseException) -> str | None:
     version.
     """
     # Python and transformers use these words. An ImportError with other words has another cause.
-    found = re.search(r"^No module named '([\w-]+)|requires the ([\w.-]+) library", str(error))
-    if not isinstance(error, ImportError) or not found:
+    message = re.search(r"^No module named '([\w-]+)|requires the ([\w.-]+) library", str(error))
+    if not isinstance(error, ImportError) or not message:
         return None
-    package = found[found.lastindex or 0]
+    package = message[message.lastindex or 0]
     # A package that is in `sys.modules` is installed: only a part of it is missing.
     return None if package in sys.modules else _needs_package(name, package)
 

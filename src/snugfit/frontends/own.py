@@ -88,8 +88,7 @@ def train(
     `foresee` is False. `watch` receives every event of the journal.
 
     Raises `UsageError` for arguments that cannot be run or resumed, and `SnugfitError` for a NaN or infinite
-    loss. Raises `OutOfMemory` when no recipe needs less memory, or when several processes have to start
-    again.
+    loss. Raises `OutOfMemory` when no recipe needs less memory, or when processes have to start again.
     """
     require_packages("Training", "psutil")
     how: dict[str, Any] = options | {

@@ -70,7 +70,6 @@ def measure(
 
     Raises `UsageError` for a job, recipe or argument that cannot be measured.
     """
-    require_packages("A measurement", *PACKAGES)
     refuse_what_is_no_job(job)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     request = MeasurementRequest(
@@ -105,7 +104,8 @@ def measure(
 
 
 def _refuse_invalid(request: MeasurementRequest) -> None:
-    """Raise `UsageError` for a job, recipe or option that cannot be measured."""
+    """Raise `UsageError` for a job, recipe or option that cannot be measured, and for missing packages."""
+    require_packages("A measurement", *PACKAGES)
     job, loop = request.job, request.loop
     if job.model.module is not None:
         raise JobError(

@@ -23,8 +23,8 @@ def env(as_json: given.AsJson = False) -> None:
     from snugfit.features.doctor.environment import environment, render
     from snugfit.report.text.terminal import show, show_json
 
-    found = environment()
+    state = environment()
     if as_json:
-        show_json(found.to_json())
+        show_json(state.to_json())
     else:
-        show(render(found))
+        show(render(state))

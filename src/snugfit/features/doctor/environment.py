@@ -53,18 +53,18 @@ class Environment(JsonDocument):
 
 def environment(library: Any | None = None) -> Environment:
     """Return the environment of this process. `library` replaces the binding of NVML."""
-    found = examine(library=library)
+    doctor = examine(library=library)
     return Environment(
         versions=versions(),
         build=_build(),
-        torch_build=f"CUDA {found.torch_cuda}" if found.torch_cuda else "CPU",
-        platform=found.platform,
-        driver=found.driver,
+        torch_build=f"CUDA {doctor.torch_cuda}" if doctor.torch_cuda else "CPU",
+        platform=doctor.platform,
+        driver=doctor.driver,
         gpus=tuple(
             GpuModel(name=gpu.name, compute_capability=gpu.compute_capability, total_bytes=gpu.total_bytes)
-            for gpu in found.gpus
+            for gpu in doctor.gpus
         ),
-        cuda_reason=found.cuda_reason,
+        cuda_reason=doctor.cuda_reason,
     )
 
 
@@ -82,23 +82,23 @@ def _build() -> str:
     return "local file" if origin else "package index"
 
 
-def render(found: Environment) -> Facts:
+def render(state: Environment) -> Facts:
     """Return the report of `snugfit env`, one line for each fact."""
-    installed = dict(found.versions)
-    own, python = f"{installed.pop('snugfit')} ({found.build})", installed.pop("python")
-    torch = f"{installed.pop('torch', 'not installed')} ({found.torch_build})"
-    others = ", ".join(f"{name} {version}" for name, version in installed.items())
-    gpus = tuple(("GPU", _line(gpu)) for gpu in found.gpus) or (("GPU", "none"),)
+    installed = dict(state.versions)
+    own, python = f"{installed.pop('snugfit')} ({state.build})", installed.pop("python")
+    torch = f"{installed.pop('torch', 'not installed')} ({state.torch_build})"
+    packages = ", ".join(f"{name} {version}" for name, version in installed.items())
+    gpus = tuple(("GPU", _line(gpu)) for gpu in state.gpus) or (("GPU", "none"),)
     return Facts(
         (
             ("snugfit", own),
             ("Python", python),
             ("torch", torch),
-            ("packages", others),
-            ("platform", found.platform),
+            ("packages", packages),
+            ("platform", state.platform),
             *gpus,
-            ("driver", found.driver or "none"),
-            ("CUDA", f"not usable: {found.cuda_reason}" if found.cuda_reason else "usable"),
+            ("driver", state.driver or "none"),
+            ("CUDA", f"not usable: {state.cuda_reason}" if state.cuda_reason else "usable"),
         )
     )
 
