@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Each is complete from a bare clone, through `make install`.
+# `make demo` and `make test` are complete from a bare clone, through `make install`.
+# `make dist` builds the wheel and the sdist, and tests the wheel in an empty environment (dev/release.md).
 # `make unit` runs the tests that start no process, train nothing and search for no plan. `make test` adds those
 # that do, one to a few cases of each promise: eight minutes on two cores. `make test-all` runs every case,
 # the slow tier and all recorded runs: about two hours. Run it before an issue is called resolved.
@@ -12,27 +13,25 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-comma := ,
 CORE := .venv/.core
 STAMP := .venv/.installed
 SITE := .venv/.site
-COMPILED := $(if $(filter Linux,$(shell uname)),$(comma)compile$(comma)liger$(comma)fp8$(comma)deepspeed)
 
 # Without compiled files, each worker would compile all modules and rewrite the assertions of all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-all unit docs image lint types clean
+.PHONY: install demo test test-all unit docs image lint types dist clean
 
 install: $(STAMP)
 
 $(CORE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[bnb,peft]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,plots,bnb,peft]'
 	touch $@
 
 $(STAMP): $(CORE)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bnb,peft,onnx,openvino$(COMPILED)]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[all,dev]'
 	touch $@
 
 $(SITE): $(CORE)
@@ -70,5 +69,8 @@ types: install
 image: $(CORE)
 	container/image.sh $(BIN)/python
 
+dist: install
+	$(BIN)/python lab/build_dist.py
+
 clean:
-	rm -rf .venv build/pages build/site snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals
+	rm -rf .venv build/pages build/site dist snugfit-examples/demo.png .mypy_cache .ruff_cache .pytest_cache .rehearsals

@@ -51,7 +51,7 @@ print("FOUND", json.dumps(found))
 """
 
 
-def found(code: str, folder: Path) -> list[object]:
+def found(code: str, folder: Path) -> Any:
     """Return the printed result of this code in a process that has imported nothing."""
     with (folder / "printed").open("w+") as printed:
         forks = forks_of(__name__, bare=True)
@@ -60,8 +60,7 @@ def found(code: str, folder: Path) -> list[object]:
         printed.seek(0)
         text = printed.read()
     assert code_of_exit == 0, text
-    answer: list[object] = json.loads(text.rpartition("FOUND ")[2])
-    return answer
+    return json.loads(text.rpartition("FOUND ")[2])
 
 
 def run(code: str) -> int:
@@ -123,6 +122,24 @@ hasten_import()
 from transformers.utils import import_utils
 print("FOUND", json.dumps([vars(import_utils)[READS_LIST].__qualname__.partition(".")[0]]))
 """
+
+
+WITHOUT_TRITON = """
+import json, sys
+sys.modules["triton"] = None
+from snugfit.deferred_imports import complete_imports, defer_imports
+defer_imports()
+import torch.utils.flop_counter
+import transformers.modeling_utils
+complete_imports()
+import torch._dynamo
+print("FOUND", json.dumps(type(torch._dynamo).__name__))
+"""
+"""Code of an environment without Triton, such as one with the CPU build of torch."""
+
+
+def test_a_package_that_is_not_installed_is_not_deferred(tmp_path: Path) -> None:
+    assert found(WITHOUT_TRITON, tmp_path) == "module"
 
 
 @pytest.mark.parametrize(

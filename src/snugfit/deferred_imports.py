@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib
+import importlib.util
 import operator
 import sys
 import weakref
@@ -271,7 +271,13 @@ class _Deferral:
         if (fromlist or name in PUT_OFF) and importer.startswith(IMPORTERS):
             assert globals is not None
             full = _absolute(name, str(globals.get("__package__", "")), level)
-            if full in PUT_OFF and full not in sys.modules and full != importer:
+            if (
+                full in PUT_OFF
+                and full not in sys.modules
+                and full != importer
+                # The importer of a package that is not installed must get the ImportError.
+                and importlib.util.find_spec(full.partition(".")[0])
+            ):
                 return self._stand_in_of(full)
         elif name in SYMBOLIC and name not in sys.modules:
             if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):

@@ -22,6 +22,7 @@ A command prints the message alone, without a traceback. A message may quote tex
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -118,6 +119,21 @@ def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) 
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
 
+TRAIN, DATA, PLOTS = '"snugfit[train]"', '"snugfit[data]"', '"snugfit[plots]"'
+
+EXTRAS = {
+    "accelerate": TRAIN,
+    "psutil": TRAIN,
+    "pynvml": TRAIN,
+    "datasets": DATA,
+    "pandas": DATA,
+    "PIL": DATA,
+    "pyarrow": DATA,
+    "matplotlib": PLOTS,
+}
+"""Argument of `pip install` that brings a package of an extra, by the name under which Python imports it."""
+
+
 def lacks_package(name: str, error: BaseException) -> str | None:
     """Return a message that `name` needs the package that could not be imported, or None for any other error.
 
@@ -125,15 +141,27 @@ def lacks_package(name: str, error: BaseException) -> str | None:
     imported counts as another error. One of its files may be missing, or its caller may not support its
     version.
     """
-    if not isinstance(error, ImportError):
+    # Python and transformers use these words. An ImportError with other words has another cause.
+    message = re.search(r"^No module named '([\w-]+)|requires the ([\w.-]+) library", str(error))
+    if not isinstance(error, ImportError) or not message:
         return None
-    required = re.search(r"requires the ([\w.-]+) library", str(error))
-    package = required[1] if required else error.name or ""
-    if not package or not (required or isinstance(error, ModuleNotFoundError)):
-        return None
-    if package.partition(".")[0] in sys.modules:  # only a part of it is missing
-        return None
-    return f"{name} needs {package}, which is not installed. Try: pip install {package}"
+    package = message[message.lastindex or 0]
+    # A package that is in `sys.modules` is installed: only a part of it is missing.
+    return None if package in sys.modules else _needs_package(name, package)
+
+
+def require_packages(name: str, *packages: str) -> None:
+    """Raise `UsageError` if one of these packages is not installed. `name` is the function or option that
+    needs them.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(_needs_package(name, package))
+
+
+def _needs_package(name: str, package: str) -> str:
+    cure = EXTRAS.get(package, package)
+    return f"{name} needs {package}, which is not installed. Try: pip install {cure}"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:

@@ -13,10 +13,13 @@ from snugfit.feature_folders import plugin_versions
 __version__ = "0.1.0"
 """The version of snugfit itself."""
 
-CORE = ("torch", "transformers", "accelerate", "safetensors", "numpy", "psutil", "nvidia-ml-py")
+CORE = ("torch", "transformers", "safetensors", "numpy")
 """Packages that snugfit requires, in the order of display."""
 
-OPTIONAL = ("bitsandbytes", "peft", "triton", "liger-kernel", "deepspeed", "datasets")
+OPTIONAL = (
+    "accelerate", "psutil", "nvidia-ml-py", "bitsandbytes", "peft", "triton", "liger-kernel", "deepspeed",
+    "datasets",
+)  # fmt: skip
 """Optional packages, recorded where they are installed."""
 
 

@@ -38,7 +38,7 @@ from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
 from snugfit.cli.train import train
 from snugfit.deferred_imports import hasten_import
 from snugfit.documents import only_documents_on_stdout
-from snugfit.errors import SnugfitError, escape_controls, nearest
+from snugfit.errors import SnugfitError, escape_controls, lacks_package, nearest
 from snugfit.feature_folders import use_plugins
 from snugfit.frontends.one_of_several import COMMAND_LINE, OWN_PROCESS, one_of_several
 from snugfit.techniques.registry import features, hooks
@@ -131,6 +131,10 @@ def run(arguments: Sequence[str]) -> int:
         return _print_error(str(error), error.exit_code)
     except _TypingMistake as mistake:
         return _print_mistake(mistake, arguments)
+    except ImportError as error:
+        if lacking := lacks_package(" ".join(["snugfit", *arguments[:1]]), error):
+            return _print_error(lacking, 2)
+        raise
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # raised by typer for a broken pipe or completion

@@ -12,7 +12,7 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
-from snugfit.errors import OutOfMemory, UsageError
+from snugfit.errors import OutOfMemory, UsageError, require_packages
 from snugfit.measurement.target import gpu_here, target_here
 from snugfit.techniques.registry import hooks
 
@@ -54,10 +54,13 @@ def measure(
 ) -> int:
     """Measure a training step here: its memory, its time, and how it ended."""
     from snugfit.measurement.host import spill_to_host
+    from snugfit.measurement.measure import PACKAGES
     from snugfit.measurement.measure import measure as run
     from snugfit.prediction.device import policy_for
     from snugfit.prediction.profile import Software
 
+    # Without NVML's package, this machine would seem to have no GPU.
+    require_packages("snugfit measure", *PACKAGES)
     # Raises the error for a GPU that cannot be predicted; the result is not needed.
     policy_for(request.gpu, Software())
     if target_here(device).type == "cpu" and device is None:

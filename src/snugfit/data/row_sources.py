@@ -36,7 +36,7 @@ from typing import Any, cast, final
 
 from snugfit.data.rows import JoinedRows, MemoryRows, Row, Rows
 from snugfit.data.text_rows import LARGEST_IN_MEMORY, READERS
-from snugfit.errors import UsageError, did_you_mean, one_line
+from snugfit.errors import UsageError, did_you_mean, one_line, require_packages
 from snugfit.techniques.registry import hooks
 from snugfit.units import show_bytes
 from snugfit.user_files import refuse_unreadable
@@ -110,6 +110,7 @@ class ParquetRows(Rows):
     same_columns = True
 
     def __init__(self, path: Path) -> None:
+        require_packages(str(path), "pyarrow")
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
@@ -139,6 +140,7 @@ class ParquetRows(Rows):
 
         Raises `UsageError` if they are larger than `LARGEST_IN_MEMORY`.
         """
+        require_packages(self.source, "datasets")
         from datasets import Dataset
 
         parts = (group.column(number) for group in self._groups() for number in range(group.num_columns))
@@ -187,6 +189,7 @@ def load_saved(folder: Path) -> Rows:
 
     Raises `UsageError` if the folder cannot be loaded or has no such split.
     """
+    require_packages(str(folder), "datasets")
     import datasets
 
     try:

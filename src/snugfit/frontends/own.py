@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import JobError, ModelError, UsageError, did_you_mean
+from snugfit.errors import JobError, ModelError, UsageError, did_you_mean, require_packages
 from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import begin_to_import, run_predictor
@@ -88,9 +88,9 @@ def train(
     `foresee` is False. `watch` receives every event of the journal.
 
     Raises `UsageError` for arguments that cannot be run or resumed, and `SnugfitError` for a NaN or infinite
-    loss. Raises `OutOfMemory` when no recipe needs less memory, or when several processes have to start
-    again.
+    loss. Raises `OutOfMemory` when no recipe needs less memory, or when processes have to start again.
     """
+    require_packages("Training", "psutil")
     how: dict[str, Any] = options | {
         "evaluation": evaluation, "tokenizer": tokenizer, "processor": processor, "columns": columns,
         "pack": pack, "collate": collate, "weights": weights, "device": device, "compare_code": compare_code,

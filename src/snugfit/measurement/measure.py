@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from snugfit.errors import JobError, UsageError, did_you_mean
+from snugfit.errors import JobError, UsageError, did_you_mean, require_packages
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.measurement import ledger as ledger_files
 from snugfit.measurement.child import HISTORY_STEP
@@ -37,6 +37,9 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import ranks_of
 
 MAX_STEPS = 100_000
+
+PACKAGES = ("psutil", "pynvml")
+"""Packages that the process of a measurement imports. They are checked before it runs for seconds."""
 
 
 def measure(
@@ -101,7 +104,8 @@ def measure(
 
 
 def _refuse_invalid(request: MeasurementRequest) -> None:
-    """Raise `UsageError` for a job, recipe or option that cannot be measured."""
+    """Raise `UsageError` for a job, recipe or option that cannot be measured, and for missing packages."""
+    require_packages("A measurement", *PACKAGES)
     job, loop = request.job, request.loop
     if job.model.module is not None:
         raise JobError(

@@ -89,7 +89,7 @@ def _reason(job: Job, error: Exception) -> str:
 
         return (
             f". This is a bug in snugfit {__version__}, not a mistake in your job: {cause}{last}. Please "
-            "report it with the job, the recipe and the output of snugfit doctor."
+            "report it with the job, the recipe and the output of snugfit env."
         )
     # The model's own code fails on these shapes.
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import require_packages
 
 
 class Tabular(ABC):
@@ -17,10 +17,7 @@ class Tabular(ABC):
 
     def to_frame(self) -> Any:
         """Return the rows as a `pandas.DataFrame`. Raises `UsageError` where pandas is not installed."""
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise UsageError(
-                "to_frame() needs pandas, which is not installed. Try: pip install pandas, or use to_rows()."
-            ) from None
+        require_packages("to_frame()", "pandas")
+        from pandas import DataFrame
+
         return DataFrame(self.to_rows())

@@ -1,4 +1,4 @@
-"""The command `snugfit doctor`: it lists the installed packages, and the missing ones with the reason."""
+"""The commands `snugfit doctor` and `snugfit env`: the state of this machine, and that of a bug report."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def doctor(as_json: given.AsJson = False) -> None:
         show_json(findings.to_json())
     else:
         show(render(findings))
+
+
+def env(as_json: given.AsJson = False) -> None:
+    """Print versions, builds, driver and GPUs for a bug report, without paths and names of this machine."""
+    from snugfit.features.doctor.environment import environment, render
+    from snugfit.report.text.terminal import show, show_json
+
+    state = environment()
+    if as_json:
+        show_json(state.to_json())
+    else:
+        show(render(state))

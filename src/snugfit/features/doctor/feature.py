@@ -9,16 +9,17 @@ from snugfit.techniques.feature import Feature
 
 
 class DoctorFeature(Feature):
-    """Add the command `doctor`."""
+    """Add the commands `doctor` and `env`."""
 
     def commands(self) -> Sequence[Callable[..., Any]]:
-        """Return the function of `snugfit doctor`."""
-        from snugfit.features.doctor.command import doctor
+        """Return the functions of `snugfit doctor` and `snugfit env`."""
+        from snugfit.features.doctor.command import doctor, env
 
-        return (doctor,)
+        return (doctor, env)
 
     def documents(self) -> Mapping[str, type]:
-        """Return the class of the JSON document of `snugfit doctor`."""
+        """Return the classes of the JSON documents of both commands."""
+        from snugfit.features.doctor.environment import Environment
         from snugfit.features.doctor.examine import Doctor
 
-        return {"doctor --json": Doctor}
+        return {"doctor --json": Doctor, "env --json": Environment}

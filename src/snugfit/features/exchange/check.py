@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -164,7 +165,7 @@ def _installed_names(name: str) -> frozenset[str]:
     """Return the argument names of the installed library called `name`; empty if it accepts any name."""
     if name == "trainer":
         return frozenset(installed.defaults())
-    if name == "accelerate":
+    if name == "accelerate" and find_spec("accelerate"):
         from dataclasses import fields
 
         from accelerate.commands.config.config_args import ClusterConfig

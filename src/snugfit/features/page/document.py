@@ -15,6 +15,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from snugfit.features.page.chart import Bars, Chart, PageParts, Timeline
@@ -60,9 +61,11 @@ def document(parts: PageParts, *, command: str, versions: Mapping[str, str], whe
 
 
 def fragment(parts: PageParts) -> str:
-    """Return the contents of `document` as HTML for a notebook cell, with a static picture and no script."""
+    """Return the contents of `document` as HTML for a notebook cell, with a static picture and no script.
+    Without matplotlib there is no picture.
+    """
     picture = ""
-    if parts.charts:
+    if parts.charts and find_spec("matplotlib"):
         shown = parts._replace(charts=parts.charts[:MOST_CHARTS])
         picture = b64encode(_shorten(draw(shown, "svg", with_words=False, coarse=True))).decode()
     return _fill("fragment.html.j2", parts, picture=picture, most_rows=MOST_ROWS)

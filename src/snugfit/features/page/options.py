@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.errors import UsageError
+from snugfit.errors import UsageError, require_packages
 
 COMMANDS = ("predict", "plan", "measure", "gpus", "guide")
 """Commands whose results have charts."""
@@ -52,7 +52,11 @@ def options(command: str) -> list[inspect.Parameter]:
 
 
 def check_options(command: str, flags: Mapping[str, Any], gpus: int) -> None:
-    """Raise `UsageError` for options of this feature that a plan for several GPUs does not support."""
+    """Raise `UsageError` for options of this feature that a plan for several GPUs does not support, and for a
+    plot without its package.
+    """
+    if flags.get("plot") is not None:
+        require_packages("--plot", "matplotlib")
     several = command in ("plan", "gpus") and (flags.get("gpus") is not None or gpus != 1)
     if several and (alone := [f"--{name}" for name in _PICTURES if flags.get(name)]):
         raise UsageError(f"`{command}` with --gpus does not take {', '.join(alone)}. Leave it out.")

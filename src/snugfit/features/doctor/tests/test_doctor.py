@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fake_nvml import H200_RESERVE, FakeGpu, FakeNvml
 from snugfit.cli.main import run
+from snugfit.features.doctor.environment import environment
+from snugfit.features.doctor.environment import render as render_environment
 from snugfit.features.doctor.examine import GpuStatus, examine
 from snugfit.features.doctor.feature import DoctorFeature
 from snugfit.features.doctor.tables import render
@@ -102,7 +105,40 @@ def test_the_document_is_that_of_the_schema() -> None:
         processes=0,
     )  # fmt: skip
     found = replace(examine(library=machine()), gpus=(card,))
-    hold_to_schema(DoctorFeature().documents(), [("doctor --json", found)])
+    reported = environment(machine())
+    hold_to_schema(DoctorFeature().documents(), [("doctor --json", found), ("env --json", reported)])
+
+
+def test_a_bug_report_has_versions_builds_and_gpus_but_no_uuid(capsys: pytest.CaptureFixture[str]) -> None:
+    found = environment(machine())
+    assert {"python", "snugfit", "torch", "transformers"} <= set(found.versions)
+    assert [(gpu.name, gpu.compute_capability) for gpu in found.gpus] == [("NVIDIA H200", (9, 0))] * 2
+    shown = as_text(render_environment(found))
+    assert re.search(r"GPU +NVIDIA H200, 140\.40 GiB, compute capability 9\.0", shown)
+    assert A not in shown + json.dumps(found.to_json())
+    assert run(["env"]) == 0
+    assert f"torch        {found.versions['torch']} (" in capsys.readouterr().out
+    assert run(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"] == found.versions
+
+
+@pytest.mark.parametrize(
+    ("origin", "build"),
+    [
+        (None, "package index"),
+        ('{"url": "file:///a", "dir_info": {"editable": true}}', "editable"),
+        ('{"url": "file:///a.whl", "archive_info": {}}', "local file"),
+        ('{"url": "https://a", "vcs_info": {"vcs": "git", "commit_id": "1f"}}', "commit 1f"),
+    ],
+)
+def test_a_bug_report_has_the_origin_of_the_installation(
+    origin: str | None, build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def distribution(name: str) -> SimpleNamespace:
+        return SimpleNamespace(read_text=lambda file: {"direct_url.json": origin}[file])
+
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    assert environment(machine()).build == build
 
 
 def test_the_command_prints_the_findings(capsys: pytest.CaptureFixture[str]) -> None:
