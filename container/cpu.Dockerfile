@@ -26,7 +26,7 @@ FROM python
 ARG TORCH_FROM="--index-url https://download.pytorch.org/whl/cpu"
 RUN pip install -c /opt/snugfit/constraints.txt ${TORCH_FROM} torch==2.13.0
 ARG PACKAGES_FROM=""
-ARG EXTRAS="peft"
+ARG EXTRAS="train peft"
 COPY pyproject.toml container/dependencies.py /opt/snugfit/
 RUN python /opt/snugfit/dependencies.py /opt/snugfit/pyproject.toml ${EXTRAS} > /tmp/dependencies.txt \
  && pip install -c /opt/snugfit/constraints.txt ${PACKAGES_FROM} -r /tmp/dependencies.txt \

@@ -32,7 +32,7 @@ fi
 printf 'FROM scratch\nADD debian.tar /\nCMD ["bash"]\n' |
   "${build[@]}" --quiet --tag localhost/debian:"$suite" --file - "$folder" > /dev/null
 
-"$python" container/dependencies.py pyproject.toml peft > "$folder/dependencies.txt"
+"$python" container/dependencies.py pyproject.toml train peft > "$folder/dependencies.txt"
 "$python" -m pip download -qq --retries 0 -d "$folder/wheels" -c constraints.txt --extra-index-url "$torch_index" \
   torch==2.13.0+cpu hatchling -r "$folder/dependencies.txt"
 offline="--no-index --find-links /wheels"
