@@ -125,22 +125,23 @@ print("FOUND", json.dumps([vars(import_utils)[READS_LIST].__qualname__.partition
 """
 
 
-OF_ADAPTERS = """
-import json, sys
-from snugfit.deferred_imports import are_put_off, defer_imports
-defer_imports()
-from torch import nn
-from transformers import TrainingArguments, trainer_utils
-before = "peft" in sys.modules
-from peft import LoraConfig, get_peft_model
-plain = nn.Sequential(nn.Linear(2, 2))
-model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
-print("FOUND", json.dumps([before, are_put_off(), *map(trainer_utils._is_peft_model, (plain, model))]))
-"""
+OF_ADAPTERS = (
+    "import json, sys",
+    "from snugfit.deferred_imports import are_put_off, defer_imports",
+    "defer_imports()",
+    "from torch import nn",
+    "from transformers import TrainingArguments, trainer_utils",
+    "before = 'peft' in sys.modules",
+    "from peft import LoraConfig, get_peft_model",
+    "plain = nn.Sequential(nn.Linear(2, 2))",
+    "model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=['0']))",
+    "found = [*map(trainer_utils._is_peft_model, (plain, model))]",
+    "print('FOUND', json.dumps([before, are_put_off(), *found]))",
+)
 
 
 def test_training_arguments_import_no_peft_and_find_its_models(tmp_path: Path) -> None:
-    assert found(OF_ADAPTERS, tmp_path) == [False, True, False, True]
+    assert found("\n".join(OF_ADAPTERS), tmp_path) == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
