@@ -167,6 +167,7 @@ def _installed_names(name: str) -> frozenset[str]:
     if name == "accelerate":
         from dataclasses import fields
 
+        installed.defer_rare_imports()
         from accelerate.commands.config.config_args import ClusterConfig
 
         return frozenset(one.name for one in fields(ClusterConfig))
