@@ -40,7 +40,7 @@ def any_recipe(rng: random.Random) -> Recipe:
 
 def any_value(kind: Any, limits: typing.Mapping[str, float], rng: random.Random) -> Any:
     """Return a random value of a setting's type, inside its range."""
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return any_value(rng.choice(typing.get_args(kind)), limits, rng)
     if kind is bool or typing.get_origin(kind) is Literal:
         return rng.choice(typing.get_args(kind) or (False, True))

@@ -142,6 +142,25 @@ def test_a_package_that_is_not_installed_is_not_deferred(tmp_path: Path) -> None
     assert found(WITHOUT_TRITON, tmp_path) == "module"
 
 
+OF_ADAPTERS = (
+    "import json, sys",
+    "from snugfit.deferred_imports import are_put_off, defer_imports",
+    "defer_imports()",
+    "from torch import nn",
+    "from transformers import TrainingArguments, trainer_utils",
+    "before = 'peft' in sys.modules",
+    "from peft import LoraConfig, get_peft_model",
+    "plain = nn.Sequential(nn.Linear(2, 2))",
+    "model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=['0']))",
+    "found = [*map(trainer_utils._is_peft_model, (plain, model))]",
+    "print('FOUND', json.dumps([before, are_put_off(), *found]))",
+)
+
+
+def test_training_arguments_import_no_peft_and_find_its_models(tmp_path: Path) -> None:
+    assert found("\n".join(OF_ADAPTERS), tmp_path) == [False, True, False, True]
+
+
 @pytest.mark.parametrize(
     "wants",
     slow_but(

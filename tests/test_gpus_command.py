@@ -14,7 +14,7 @@ from made_up import EVIL, job
 from snugfit.cli.main import run
 from snugfit.cli.request import steps_of
 from snugfit.errors import GpuError, UsageError
-from snugfit.job.gpu import find_gpu
+from snugfit.job.gpu import all_gpus, find_gpu
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Prices, cheapest, cost
 from snugfit.planning.plan import Choice, Counts
@@ -157,6 +157,28 @@ def test_the_cheapest_first_when_that_is_asked_for() -> None:
     text = render(replace(made_up(), objective="cost"), PRICES).markdown()
     cells = [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| ")]
     assert cells[2:6] == ["RTX4090", "T4", "H200-SXM", "RTX2060"]
+
+
+def test_many_gpus_are_one_screen_with_a_line_for_each_architecture() -> None:
+    """At most 15 lines of 100 columns name the smallest GPU of each architecture, or the cheapest."""
+    cuda = [gpu for gpu in all_gpus() if gpu.compute_capability]
+    many = replace(made_up(), answers=tuple(answer(gpu.key, 1.0) for gpu in cuda))
+    few = [
+        as_text(render(plans, prices, details=False), width=100).splitlines()
+        for plans in (many, replace(many, steps=1000))
+        for prices in (Prices(), PRICES)
+    ]
+    assert max(map(len, few)) <= 15
+    assert max(map(len, [line for lines in few for line in lines])) <= 100
+    assert any(line.startswith("Ampere       RTX3060 ") for line in few[0])
+    assert any(line.startswith("Ada          RTX4070 ") for line in few[0])
+    assert any(line.startswith("Ada          RTX4090 ") for line in few[1]), "the only one with a price"
+    fitting = len(many.fitting)
+    assert f"{fitting} of {len(many.answers)} GPUs can train this (--details: all" in few[0][-2]
+    assert as_text(render(many, PRICES)).count("\n") > fitting
+    assert as_text(render(made_up(), PRICES, details=False)) == as_text(render(made_up(), PRICES))
+    none = replace(many, answers=tuple(answer(gpu.key, 1.0, 999 * GIB) for gpu in cuda))
+    assert "0 of" in as_text(render(none, PRICES, details=False))
 
 
 def test_without_prices_and_length_there_is_no_money() -> None:

@@ -1,14 +1,14 @@
 """Deferral of imports that transformers and peft make for every model, until a job uses them.
 
 Importing any model of transformers imports modules that few models use: DTensor, FSDP, distributed
-checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes, and peft imports
-bitsandbytes. These imports take more CPU seconds than a prediction. While `defer_imports` is in force, both
-receive placeholders for the modules and names of `PUT_OFF`.
+checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes, peft imports
+bitsandbytes, and `TrainingArguments` imports peft. These imports take more CPU seconds than a prediction.
+While `defer_imports` is in force, both receive placeholders for the modules and names of `PUT_OFF`.
 
-The first use of a placeholder, or any other import of its module, ends the deferral. All modules are imported
-then, and each name that refers to a placeholder is rebound to the real object. Until then no object of a real
-class exists, so `isinstance` with a placeholder is False. A simulation that is running does not record these
-imports.
+The first use of a placeholder, or any other import of its module, ends the deferral, except for `ALONE`. All
+modules are imported then, and each name that refers to a placeholder is rebound to the real object. Until
+then no object of a real class exists, so `isinstance` with a placeholder is False. A simulation that is
+running does not record these imports.
 
 The compiler has a placeholder of its own. Functions that are excluded from compilation run unchanged. Calls
 of the compiler's decorators are stored and repeated after its import.
@@ -33,6 +33,7 @@ PUT_OFF = frozenset(
     {
         "bitsandbytes",
         "bitsandbytes.nn",
+        "peft",
         "torch._dynamo._trace_wrapped_higher_order_op",
         "torch.distributed._composable.fsdp",
         "torch.distributed.checkpoint.hf_storage",
@@ -56,6 +57,9 @@ SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.u
 """Modules about symbolic shapes (tensor sizes as variables). Other modules import their names only within
 functions.
 """
+
+ALONE = SYMBOLIC | {"peft"}
+"""Modules whose real import does not end the deferral of the others."""
 
 OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
 """Prefixes of modules that pass plain integers to functions about symbolic shapes. The module `torch` does so
@@ -226,7 +230,7 @@ class _StandInCompiler:
 
 
 def _real(stand_in: PutOffName) -> Any:
-    if stand_in.home not in SYMBOLIC:
+    if stand_in.home not in ALONE:
         _DEFERRAL.complete()
     return getattr(importlib.import_module(stand_in.home), stand_in.__name__)
 
@@ -301,7 +305,7 @@ class _Deferral:
 
             def execute_alone(module: ModuleType) -> None:
                 with _outside_of_modes():
-                    if name in SYMBOLIC:
+                    if name in ALONE:
                         execute(module)
                         return
                     self._end()

@@ -7,6 +7,7 @@ arguments from its signature, so the signature is assembled: no argument is list
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,6 +18,7 @@ from typer.core import TyperCommand
 from snugfit.errors import UsageError
 from snugfit.job.phases import added_phases
 from snugfit.techniques.registry import hooks
+from snugfit.techniques.several_gpus import MOST_GPUS
 
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
@@ -129,7 +131,15 @@ GpuName = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, option(WHERE, "Number of such GPUs in the run; the global batch stays. \\[1]", "--gpus")
+    int | None,
+    option(
+        WHERE,
+        "Number of such GPUs in the run; the global batch stays. \\[1]",
+        "--gpus",
+        min=1,
+        max=MOST_GPUS,
+        metavar="<int>",
+    ),
 ]
 Mesh = Annotated[
     str | None,
@@ -151,12 +161,24 @@ Dtype = Annotated[
         "\\[auto]",
     ),
 ]
+
+
+def _headroom(text: str) -> str:
+    from snugfit.prediction.headroom import headroom_of
+
+    # The GPU is not known yet, so the limit is larger than any.
+    headroom_of(text, None, sys.maxsize)
+    return text
+
+
 Headroom = Annotated[
     str | None,
     option(
         WHERE,
         "Memory to leave free: 1GiB, 2% or 0. \\[2%, more where the prediction is less certain; 0 "
         "with --memory]",
+        parser=_headroom,
+        metavar="<str>",
     ),
 ]
 Routing = Annotated[

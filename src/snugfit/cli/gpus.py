@@ -92,6 +92,7 @@ def _arguments(
     steps: Steps = None,
     workers: Workers = None,
     fresh: given.Fresh = False,
+    details: given.Details = False,
     quiet: given.Quiet = False,
     form: given.Format = "terminal",
     as_json: given.AsJson = False,
@@ -154,7 +155,7 @@ def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
         return int(group_plans().print_cards(request, gpus, prices, asked))
     steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
     answers = _answers(request, gpus, steps, asked)
-    _print(answers, prices, "json" if asked["as_json"] else asked["form"], quiet=asked["quiet"])
+    _print(answers, prices, asked)
     given.hand_over(request.flags, answers)
     return 0 if answers.fitting else NothingFits.exit_code
 
@@ -206,12 +207,14 @@ def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
     return request.recipe if named else None
 
 
-def _print(plans: GpuPlans, prices: Prices, form: str, *, quiet: bool) -> None:
+def _print(plans: GpuPlans, prices: Prices, asked: Mapping[str, Any]) -> None:
     from snugfit.planning.fleet.prices import document
     from snugfit.report.plan.gpu_plans import render
     from snugfit.report.text.page import print_as
 
-    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, render(plans, prices), quiet=quiet)
+    form = "json" if asked["as_json"] else asked["form"]
+    page = render(plans, prices, details=asked["details"])
+    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, page, quiet=asked["quiet"])
 
 
 # ---- prices ------------------------------------------------------------------------------------------------

@@ -185,6 +185,8 @@ NO_COMMANDS = {
     "compare": "Recipes are compared by `snugfit predict MODEL --compare RECIPE`.",
     "estimate-memory": "It is called predict: `snugfit predict MODEL`.",
     "estimate": "It is called predict: `snugfit predict MODEL`.",
+    "generate": "It is a phase: `snugfit predict MODEL --phase generate`.",
+    "evaluate": "It is a phase: `snugfit predict MODEL --phase evaluate`.",
     "help": "It is written --help: `snugfit --help`, `snugfit plan --help`.",
     "version": "It is written --version: `snugfit --version`.",
 }

@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
     from snugfit.techniques.recipe import Recipe
 
+
+def _software(name: str) -> str:
+    from snugfit.prediction.profile import find_software
+
+    return find_software(name).name
+
+
 Software = Annotated[
     str | None,
     given.option(
         given.HOW,
         "Software of the prediction: installed, or the name of a profile. \\[installed]",
+        parser=_software,
+        metavar="<str>",
     ),
 ]
 Largest = Annotated[

@@ -81,7 +81,7 @@ def _as_bytes(asked: int | str, limit: int | None) -> int:
                 )
             share = float(match[1]) / 100
             if share >= 1:  # valid for any memory size of other GPUs
-                raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
+                raise UsageError(f"headroom: {asked!r} leaves nothing of the memory to use. Try 2%.")
             return int(share * limit)
         return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")
     if type(asked) is not int or asked < 0:

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from snugfit.errors import RecipeError
 from snugfit.hub_kernels import no_hub_kernels
@@ -64,12 +64,14 @@ ARGUMENTS: Mapping[str, Setting] = {
     "lora.target_parameters": Setting("parameters"),
     "lora.layers_to_transform": Setting("layers"),
     "lora.rank_pattern": Setting("rank_pattern"),
+    "lora.bias": Setting("bias"),
 }
 """Arguments of peft's `LoraConfig`, each mapped to the setting of `lora` with the same meaning."""
 
 _MORE = {
     "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
     "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
+    "bias": "bias",
 }  # fmt: skip
 """Optional settings of `lora`, each mapped to the argument of `LoraConfig` with the same meaning."""
 
@@ -126,6 +128,9 @@ class LowRank(Technique):
 
     rank_pattern: tuple[Pattern, ...] | None = None
     """Other ranks, each as a quoted pattern of names, a colon and the rank: `'down_proj:4'`."""
+
+    bias: Literal["all", "lora_only"] | None = None
+    """Biases of the model that train too: all of them, or those of adapted modules."""
 
     def __post_init__(self) -> None:
         """Raise `RecipeError` for a quoted pattern next to names, or for a rank that is not a number."""

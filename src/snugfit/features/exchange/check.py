@@ -168,6 +168,7 @@ def _installed_names(name: str) -> frozenset[str]:
     if name == "accelerate" and find_spec("accelerate"):
         from dataclasses import fields
 
+        installed.defer_rare_imports()
         from accelerate.commands.config.config_args import ClusterConfig
 
         return frozenset(one.name for one in fields(ClusterConfig))

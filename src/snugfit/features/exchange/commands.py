@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from snugfit.cli import arguments as given
-from snugfit.deferred_imports import defer_imports
 from snugfit.errors import UsageError
 from snugfit.frontends.one_of_several import OWN_PROCESS
 
@@ -199,11 +198,11 @@ def check(file: File, *, as_json: given.AsJson = False) -> int:
     """Report conflicts, settings without effect, and renamed keys in configuration files."""
     from snugfit.features.exchange.check import check as check_file
     from snugfit.features.exchange.check import render_check
+    from snugfit.features.exchange.installed import NAMES_ONLY
     from snugfit.report.text.terminal import show, show_json
 
     # The argument classes import far more than a check needs.
-    if OWN_PROCESS.get():
-        defer_imports()
+    NAMES_ONLY.set(OWN_PROCESS.get())
     if as_json and len(file) > 1:
         raise UsageError(f"--json writes one document, but {len(file)} files are given. Give one file.")
     checked = [check_file(path) for path in file]

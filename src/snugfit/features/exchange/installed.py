@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from dataclasses import MISSING, fields
 from enum import Enum
 from functools import cache
 from typing import Any, get_type_hints
 
+from snugfit.deferred_imports import defer_imports
 from snugfit.hub_kernels import no_hub_kernels
 from snugfit.job.architectures import source, transformers_version
 from snugfit.step.checkpointing import NAMES
@@ -15,9 +17,20 @@ from snugfit.step.checkpointing import NAMES
 CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 
 
+NAMES_ONLY: ContextVar[bool] = ContextVar("NAMES_ONLY", default=False)
+"""True if the process only reads the names and defaults of argument classes, and then exits."""
+
+
+def defer_rare_imports() -> None:
+    """Defer imports of rare modules, before a class of arguments imports far more than its names need."""
+    if NAMES_ONLY.get():
+        defer_imports()
+
+
 @cache
 def defaults() -> dict[str, Any]:
     """Return the fields of the installed `TrainingArguments` with their default values."""
+    defer_rare_imports()
     with no_hub_kernels():
         from transformers import TrainingArguments
 

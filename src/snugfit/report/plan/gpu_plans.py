@@ -11,6 +11,7 @@ from snugfit.errors import some_of
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.prices import Cost, Prices, cheapest, cost
 from snugfit.planning.plan import Choice, KeptSlot
+from snugfit.report.text.facts import Facts
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import show_mfu, show_spread, show_tokens
@@ -31,13 +32,23 @@ SCALED_NOTE = (
 )
 
 
-def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
+def render(plans: GpuPlans, prices: Prices | None = None, *, details: bool = True) -> Page:
     """Return the report of plans for many GPUs: the best GPUs, a table of all, and a description of the
     search.
+
+    More than `FEW` GPUs without `details` have at most 15 lines of 100 columns: a line for each architecture.
     """
     prices = prices or Prices()
+    answer = [Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)]
+    if not details and len(plans.answers) > FEW:
+        count = f"{len(plans.fitting)} of {len(plans.answers)} GPUs can {plans.job.words.verb} this"
+        return Page(
+            answer,
+            [Facts(tuple(by_architecture(plans, prices)))],
+            [f"{count} (--details: all, with recipes). {SCALED}: scaled from an H200's by the data sheets."],
+        )
     return Page(
-        (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
+        answer,
         [question(plans)],
         slots_kept(plans),
         the_run(plans, prices),
@@ -62,16 +73,32 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     if not plans.fitting:
         yield f"None of these GPUs can {plans.job.words.verb} this. {_nearest(plans)}".strip()
         return
-    named = {
-        f"The smallest GPU that can {plans.job.words.verb} this": plans.smallest,
-        "The fastest": plans.fastest,
-        "The cheapest": cheapest(plans, prices),
-    }
-    for what, answer in named.items():
-        if answer and answer.choice:
-            about = _about(what, answer, prices, plans.steps)
-            about = f", {cards_like(plans, answer)}" if "smallest" in what else about
-            yield f"{what}: {answer.key}{about}, with {_figures(plans, answer, answer.choice)}."
+    smallest, best, rent = plans.smallest, plans.fastest, cheapest(plans, prices)
+    assert smallest is not None
+    about = f", {cards_like(plans, smallest)}"
+    yield _sentence(plans, f"The smallest GPU that can {plans.job.words.verb} this", smallest, about)
+    if best:
+        yield _sentence(plans, "The fastest", best)
+    if rent:
+        costs = cost(rent, prices, plans.steps)
+        about = (
+            f" ({show_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
+        )
+        yield _sentence(plans, "The cheapest", rent, about)
+
+
+def by_architecture(plans: GpuPlans, prices: Prices) -> Iterator[tuple[str, str]]:
+    """Yield each architecture with the cheapest of its GPUs that fit. Without prices, it is the smallest."""
+
+    def rank(answer: OnGpu) -> tuple[float, ...]:
+        usd = cost(answer, prices, plans.steps).per_1000_samples or float("inf")
+        return usd, answer.gpu.memory_bytes or 0, answer.pace(plans.steps) or 0.0
+
+    ranked = sorted(plans.fitting, key=rank, reverse=True)
+    # The last entry of a key stays in a dictionary.
+    firsts = {answer.gpu.architecture.split()[0]: answer for answer in ranked}
+    for name, answer in sorted(firsts.items(), key=lambda item: rank(item[1])):
+        yield name, f"{answer.key} ({show_bytes(answer.gpu.memory_bytes or 0)}): {_figures(plans, answer)}"
 
 
 def slots_kept(plans: GpuPlans) -> Iterator[str]:
@@ -96,13 +123,9 @@ def _recipe(plans: GpuPlans) -> Recipe:
     return Recipe.parse(" + ".join(slot.techniques[0] for slot in plans.kept))
 
 
-def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
-    costs = cost(answer, prices, steps)
-    if what == "The cheapest" and costs.per_1000_samples:
-        return (
-            f" ({show_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
-        )
-    return ""
+def _sentence(plans: GpuPlans, what: str, answer: OnGpu, about: str = "") -> str:
+    assert answer.choice is not None
+    return f"{what}: {answer.key}{about}, with {answer.choice.recipe}: {_figures(plans, answer)}."
 
 
 def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
@@ -118,23 +141,22 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
 
 
-def _figures(plans: GpuPlans, answer: OnGpu, choice: Choice) -> str:
-    spread = show_spread(plans.speed(answer))
-    scaled = SCALED if answer.measured_rates is False else ""
-    seconds = (
-        f", {scaled}{show_seconds(choice.step_seconds)} a {plans.job.words.turn}"
-        if choice.step_seconds
-        else ""
-    )
-    likely = f" ({spread})" if spread else ""
-    return f"{choice.recipe}: {show_bytes(choice.needed_bytes)}{seconds}{likely}"
+def _figures(plans: GpuPlans, answer: OnGpu) -> str:
+    spread, choice = show_spread(plans.speed(answer)), answer.choice
+    assert choice is not None
+    figures = show_bytes(choice.needed_bytes)
+    if choice.step_seconds:
+        scaled = SCALED if answer.measured_rates is False else ""
+        figures += f", {scaled}{show_seconds(choice.step_seconds)} a {plans.job.words.turn}"
+    return figures + (f" ({spread})" if spread else "")
 
 
 def _nearest(plans: GpuPlans) -> str:
     known = [answer for answer in plans.answers if answer.choice]
-    nearest = min(known, key=lambda answer: answer.lacking_bytes, default=None)
-    if nearest is None or nearest.choice is None:
+    if not known:
         return ""
+    nearest = min(known, key=lambda answer: answer.lacking_bytes)
+    assert nearest.choice is not None
     lacking = show_bytes(nearest.lacking_bytes)
     return f"The nearest miss: {nearest.key} is short by {lacking} for {nearest.choice.recipe}."
 
@@ -163,14 +185,17 @@ def table(plans: GpuPlans, prices: Prices) -> Grid:
     """Return a table with a line for each GPU with predicted bytes, the best first. GPUs without a fitting
     recipe are last.
     """
-    costs = {answer.key: cost(answer, prices, plans.steps) for answer in plans.answers}
+
+    def price(answer: OnGpu) -> Cost:
+        return cost(answer, prices, plans.steps)
+
     known = sorted(
         (answer for answer in plans.answers if answer.choice),
-        key=lambda answer: _order(plans, answer, costs[answer.key]),
+        key=lambda answer: _order(plans, answer, price(answer)),
     )
-    columns = _columns(plans, prices)
+    columns = _columns(plans, prices, known)
     rows = [
-        (*(show(answer, answer.choice, costs[answer.key]) for _, show in columns), answer.choice.recipe)
+        (*(show(answer, answer.choice, price(answer)) for _, show in columns), answer.choice.recipe)
         for answer in known
         if answer.choice
     ]
@@ -186,12 +211,11 @@ def table(plans: GpuPlans, prices: Prices) -> Grid:
 _Show = Callable[[OnGpu, Choice, Cost], str]
 
 
-def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
+def _columns(plans: GpuPlans, prices: Prices, known: Sequence[OnGpu]) -> list[tuple[str, _Show]]:
     columns: list[tuple[str, _Show]] = [
         ("GPU", lambda answer, choice, cost: answer.key),
         ("GiB>", lambda answer, choice, cost: f"{(answer.gpu.memory_bytes or 0) / GIB:,.1f}"),
         ("needs GiB>", lambda answer, choice, cost: f"{choice.needed_bytes / GIB:,.2f}"),
-        ("", lambda answer, choice, cost: _verdict(answer)),
         (
             f"ms a {plans.job.words.turn}>",
             lambda answer, choice, cost: show_ms(answer, choice) if choice.step_seconds else "?",
@@ -203,9 +227,8 @@ def _columns(plans: GpuPlans, prices: Prices) -> list[tuple[str, _Show]]:
     if plans.steps:
         columns.append(("start-up s>", lambda answer, choice, cost: _number(choice.once_seconds)))
     columns += cost_columns(prices, plans.steps)
-    # The column of verdicts has no heading, and is omitted if all its cells are empty.
-    if not any(_verdict(answer) for answer in plans.answers if answer.choice):
-        columns = [column for column in columns if column[0]]
+    if any(map(_verdict, known)):
+        columns.insert(3, ("", lambda answer, choice, cost: _verdict(answer)))
     return columns
 
 

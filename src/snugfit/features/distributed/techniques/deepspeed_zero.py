@@ -95,14 +95,24 @@ def zero_section(wish: ShardingWish, sizes: dict[str, Any], folder: str = DISK) 
     return section
 
 
+def wish_of(stage: int, offload: str, bucket: int | None = None) -> ShardingWish:
+    """Return the engine's settings for this place of states and, in stage 3, of weights. With `optimizer`,
+    states are on the host and weights on the GPU.
+    """
+    if offload == "optimizer":
+        return ShardingWish(stage=stage, states="cpu", bucket=bucket)
+    weights = offload if stage == 3 else "none"
+    return ShardingWish(stage=stage, states=offload, weights=weights, bucket=bucket)
+
+
 def counterparts(stage: int) -> tuple[Counterpart, ...]:
     """Return DeepSpeed's equivalents of this ZeRO stage in other libraries:
     `TrainingArguments(deepspeed=...)`, and notes for a user's DeepSpeed configuration.
     """
     named = []
-    # Only ZeRO stage 3 can offload to a disk.
-    for offload in ("cpu", "nvme", "none") if stage == 3 else ("cpu", "none"):
-        wish = ShardingWish(stage=stage, states=offload, weights=offload if stage == 3 else "none")
+    # Only ZeRO stage 3 offloads weights, or to a disk.
+    for offload in ("cpu", "optimizer", "nvme", "none") if stage == 3 else ("cpu", "none"):
+        wish = wish_of(stage, offload)
         written: dict[str, Any] = {
             "deepspeed.zero_optimization": zero_section(wish, dict.fromkeys(AUTO, "auto")),
             "deepspeed.bf16": {"enabled": "auto"},
@@ -139,6 +149,11 @@ def refuse_training(wish: ShardingWish) -> None:
             "Checkpoints of states on a disk (offload=nvme) are not kept, so snugfit train refuses it. Take "
             "offload=cpu or offload=none, or train with the Trainer or accelerate: snugfit export writes the "
             "script."
+        )
+    if (wish.stage, wish.states, wish.weights) == (3, "cpu", "none"):
+        raise UsageError(
+            "zero3(offload=optimizer) is predicted only: snugfit train was not tested with it. Take "
+            "offload=cpu or offload=none, or train with the Trainer: snugfit export writes the script."
         )
     installed = version_of("deepspeed")
     # A pre-release of a newer version is accepted too.

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from snugfit.features.distributed.fields import ShardingWish
 from snugfit.features.distributed.techniques import deepspeed_zero
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
@@ -38,9 +37,10 @@ class Zero3(Technique):
     last_resort: ClassVar = "zero3"
     searched: ClassVar = False
 
-    offload: Literal["cpu", "nvme", "none"] = "cpu"
+    offload: Literal["cpu", "optimizer", "nvme", "none"] = "cpu"
     """Place of weights, optimizer states and the update: `cpu` is the host, `nvme` a disk (the folder for
-    temporary files), `none` the GPU. The host reads the disk's files part by part to update.
+    temporary files), `none` the GPU. `optimizer` leaves the weights on the GPU. The host reads the disk's
+    files part by part to update.
     """
 
     bucket: int | None = between(1, deepspeed_zero.LARGEST_BUCKET, default=None)
@@ -50,9 +50,8 @@ class Zero3(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps."""
-        return deepspeed_zero.with_engine(
-            setup, ShardingWish(stage=3, states=self.offload, weights=self.offload, bucket=self.bucket)
-        )
+        wish = deepspeed_zero.wish_of(3, self.offload, self.bucket)
+        return deepspeed_zero.with_engine(setup, wish)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield reasons to refuse a recipe: the engine supports only AdamW in fp32 or bf16."""

@@ -454,6 +454,8 @@ def test_it_goes_on_in_finer_pieces_when_memory_runs_out(
 def test_states_on_a_disk_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"states on a disk.*offload=nvme.*offload=cpu"):
         run_of(str(tmp_path / "run"), recipe="bf16 + zero3(offload=nvme)")
+    with pytest.raises(UsageError, match=r"offload=optimizer.*predicted only.*offload=cpu"):
+        run_of(str(tmp_path / "run"), recipe="bf16 + zero3(offload=optimizer)")
 
 
 def test_an_older_deepspeed_is_refused_by_its_version(

@@ -61,6 +61,26 @@ def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_
     assert most > 0
 
 
+def at_rest(recipe: str) -> int:
+    """Return the live bytes on the GPU after the last step."""
+    trace = rehearse(job_with_large_layers(), Recipe.parse(recipe).setup(), CudaPolicy(), loop="accelerate")
+    signs = ((1 if event > 0 else -1, trace.blocks[abs(event) - 1]) for event in trace.events)
+    return sum(sign * block.nbytes for sign, block in signs)
+
+
+@with_deepspeed
+@pytest.mark.whole
+def test_weights_stay_on_the_gpu_without_their_states() -> None:
+    """With both on the host, the GPU keeps only weights of up to ten times the model's width
+    (`stage3_param_persistence_threshold`)."""
+    model = instantiate(job_with_large_layers(), dtype="bfloat16", attention="sdpa")
+    small = 10 * model.config.hidden_size
+    weights = sum(weight.nbytes for weight in model.parameters() if weight.numel() > small)
+    rests = [at_rest(f"bf16 + zero3(offload={where})") for where in ("cpu", "optimizer", "none")]
+    assert rests[1] - rests[0] == pytest.approx(weights, rel=1e-3)
+    assert rests[2] - rests[1] > 12 / 2 * weights, "fp32 weights and two moments"
+
+
 @with_deepspeed
 @pytest.mark.whole
 def test_no_second_copy_of_the_weights_is_on_the_host() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from snugfit.cli.main import run
 from test_cli import BERT, empty_folder, refused
+from test_deferred_imports import found
 from test_docs import OF_FEATURES, OF_GPU_GROUPS, answered, commands
 from test_keep import JOB
 from test_plan_command import ASK, asked
@@ -106,3 +107,21 @@ def test_a_command_of_the_docs_is_understood(
 ) -> None:
     answers = {0, 3} if command.startswith("check") else {0}  # 3 means that it found something
     assert run(shlex.split(command)) in answers, capsys.readouterr().err
+
+
+CHECKS = """
+import json, sys
+from snugfit.cli.main import run
+from snugfit.frontends.one_of_several import OWN_PROCESS
+OWN_PROCESS.set(True)
+print("FOUND", json.dumps([run(["check", "ds.json"]), "torch" in sys.modules]))
+"""
+
+
+@pytest.mark.whole
+def test_a_file_without_arguments_of_transformers_is_checked_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 0, "offload_optimizer": {}}}')
+    assert found(CHECKS, tmp_path) == [3, False]

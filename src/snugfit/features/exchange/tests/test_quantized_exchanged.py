@@ -72,6 +72,26 @@ def test_a_qlora_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("bias", "recipe"),
+    [
+        ("'none'", "lora"),
+        ("'all'", "lora(bias=all)"),
+        ("'lora_only'", "lora(bias=lora_only)"),
+        ("'every'", None),
+    ],
+)
+def test_biases_that_train_beside_adapters(bias: str, recipe: str | None, tmp_path: Path) -> None:
+    text = (
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='float32')\nargs = TrainingArguments()\n"
+    )
+    reading = read(tmp_path, "biases.py", f"{text}peft_config = LoraConfig(bias={bias})\n")
+    if recipe is None:
+        assert "lora.bias" in keys(reading.refused)
+    else:
+        assert reading.settings["recipe"].partition(" + ")[0] == recipe
+
+
+@pytest.mark.parametrize(
     ("config", "given", "recipe", "dtype"),
     [
         ("load_in_4bit=True, bnb_4bit_quant_type='nf4'", "model", "every_layer", "float32"),

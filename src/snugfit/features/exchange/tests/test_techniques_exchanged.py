@@ -71,6 +71,7 @@ def read_zero(tmp_path: Path, section: dict[str, Any]) -> Reading:
     [
         ({"stage": 2, **OPTIMIZER}, "bf16 + zero2(bucket=500000000)"),
         ({"stage": 3, "reduce_bucket_size": "auto", **OPTIMIZER, **WEIGHTS}, "bf16 + zero3"),
+        ({"stage": 3, **OPTIMIZER}, "bf16 + zero3(offload=optimizer, bucket=500000000)"),
         ({"stage": 3, "reduce_bucket_size": 2e8}, "bf16 + zero3(offload=none, bucket=200000000)"),
     ],
 )
@@ -86,7 +87,6 @@ def test_a_deepspeed_file_is_read_into_the_recipe(
 @pytest.mark.parametrize(
     "section",
     [
-        {"stage": 3, **OPTIMIZER},
         {"stage": 3, **WEIGHTS},
         {"stage": 2, "offload_optimizer": {"device": "nvme"}},
     ],

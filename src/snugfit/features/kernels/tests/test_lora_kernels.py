@@ -91,7 +91,7 @@ def gradients_of(module: Any, x: torch.Tensor, *, ours: bool) -> dict[str, torch
     # Gradients that 16 bits represent exactly.
     y.backward(torch.randn(y.shape).bfloat16().to(y.dtype))
     trained = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-    assert all("lora" in name for name in trained)
+    assert all("lora" in name or name.endswith("bias") for name in trained)
     module.zero_grad()
     return {"y": y.detach(), "x": x.grad, **trained}  # type: ignore[dict-item]
 
@@ -120,6 +120,18 @@ def test_results_in_32_bits_are_those_of_64(tokens: int, settings: dict[str, Any
     for name, value in exact.items():
         assert got[name].shape == value.shape
         assert error(got[name], value) < 1e-5, name
+
+
+def test_biases_that_train_have_the_gradients_of_peft() -> None:
+    plain = three(torch.float32, bias=True)
+    for name, weight in plain.named_parameters():
+        weight.requires_grad_(weight.requires_grad or name.endswith("bias"))
+    x = torch.randn(7, HIDDEN)
+    exact = gradients_of(copy.deepcopy(plain).double(), x.double(), ours=False)
+    got = gradients_of(plain, x, ours=True)
+    assert got.keys() == exact.keys()
+    assert sum(name.endswith("bias") for name in got) == 3
+    assert max(error(got[name], exact[name]) for name in got) < 1e-5
 
 
 @pytest.mark.parametrize("autocast", [True, False])
