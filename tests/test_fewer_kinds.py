@@ -16,7 +16,7 @@ from snugfit.planning.cost.timer import GpuTimers
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.other_sizes import MOST_SAVED, PEAK_SHARE, OtherSizes
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.twins import Twins
+from snugfit.planning.search.twins import SimilarRecipes
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.few_layers import RecordPasses, passes_from_few_layers
@@ -45,8 +45,10 @@ def number_of(recipe: str) -> int:
     return number
 
 
-def twins_of(bounds: dict[int, Bound], bases: dict[int, int], refused: frozenset[int] = frozenset()) -> Twins:
-    return Twins(
+def twins_of(
+    bounds: dict[int, Bound], bases: dict[int, int], refused: frozenset[int] = frozenset()
+) -> SimilarRecipes:
+    return SimilarRecipes(
         space(),
         bases.get,
         bounds.get,

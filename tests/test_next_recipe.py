@@ -63,12 +63,12 @@ def test_a_gpu_of_which_nothing_is_known_gets_a_finer_cut(monkeypatch: pytest.Mo
     found = next_recipe(CUDA, live=True)(small_job("bert"), BEFORE, "oom:torch")
     assert isinstance(found, Unplanned)
     assert str(found.recipe) == "bf16 + micro_batches(4)"
-    assert found.why.startswith("No GPU 'NVIDIA Made Up 9000' in the table.")
+    assert found.reason.startswith("No GPU 'NVIDIA Made Up 9000' in the table.")
 
 
 def test_a_finer_cut_in_the_place_of_a_plan_is_told(tmp_path: Path) -> None:
     def unplanned(job: Any, recipe: Recipe, cause: str) -> Unplanned:
-        return Unplanned(recipe=Recipe.parse("micro_batches(2)"), why="No GPU of this name.")
+        return Unplanned(recipe=Recipe.parse("micro_batches(2)"), reason="No GPU of this name.")
 
     journal = Journal(tmp_path)
     exhausted = Exhausted(cause="oom:torch", phase="forward", message="")

@@ -201,8 +201,8 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     paces = {}
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(job, KEPT))
     for each in space.candidates:
-        figures = parts.judge([each.setup])[0][0]
-        assert figures.step_seconds == pytest.approx(steady.judge([each.setup])[0][0].seconds)
+        figures = parts.evaluate([each.setup])[0][0]
+        assert figures.step_seconds == pytest.approx(steady.evaluate([each.setup])[0][0].seconds)
         assert figures.seconds == pytest.approx((figures.once + steps * figures.step_seconds) / steps)
         paces[str(each.recipe)] = figures.seconds
     best = searched(job, steps).best
@@ -236,7 +236,7 @@ def test_few_layers_tell_what_many_pay_once(family: str) -> None:
     parts = Parts(deep, [H200], SingleGpuTimer(lambda trace: 0.0), run=PlannedRun(steps=1))
     setup = setup_of("bf16 + every_layer + micro_batches(2)")
     ((bound,),) = parts.screen([setup])
-    assert bound.seconds == pytest.approx(parts.judge([setup])[0][0].once)
+    assert bound.seconds == pytest.approx(parts.evaluate([setup])[0][0].once)
 
 
 def test_a_run_without_end_shares_nothing(job: Job) -> None:

@@ -53,7 +53,7 @@ def test_a_process_that_became_spare_helps_where_that_is_allowed() -> None:
 
         def processes(*, helped: bool) -> set[int]:
             waiting = iter(questions)
-            return {answer.value for answer in pool.answers(lambda _: next(waiting, None), helped=helped)}
+            return {answer.value for answer in pool.results(lambda _: next(waiting, None), helped=helped)}
 
         own = processes(helped=True)
         assert len(own) == 1

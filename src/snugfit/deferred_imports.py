@@ -103,14 +103,14 @@ class PutOffName(type):
     """Metaclass of placeholders for deferred names. They are classes, so that they work in unions and in
     `isinstance`."""
 
-    home: str
+    module: str
     """The module that defines the real object."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return cls.home in sys.modules and isinstance(instance, _real(cls))
+        return cls.module in sys.modules and isinstance(instance, _real(cls))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return cls.home in sys.modules and issubclass(subclass, _real(cls))
+        return cls.module in sys.modules and issubclass(subclass, _real(cls))
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         answer = OF_PLAIN_NUMBERS.get(cls.__name__)
@@ -132,7 +132,7 @@ class _PutOffModule(ModuleType):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
         stand_in: Any = (
-            _PutOffModule(full) if full in PUT_OFF else PutOffName(name, (), {"home": self.__name__})
+            _PutOffModule(full) if full in PUT_OFF else PutOffName(name, (), {"module": self.__name__})
         )
         setattr(self, name, stand_in)
         return stand_in
@@ -226,9 +226,9 @@ class _StandInCompiler:
 
 
 def _real(stand_in: PutOffName) -> Any:
-    if stand_in.home not in SYMBOLIC:
+    if stand_in.module not in SYMBOLIC:
         _DEFERRAL.complete()
-    return getattr(importlib.import_module(stand_in.home), stand_in.__name__)
+    return getattr(importlib.import_module(stand_in.module), stand_in.__name__)
 
 
 class _Deferral:
@@ -334,8 +334,8 @@ class _Deferral:
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
         with no_hub_kernels():
-            for home, module in given.items():
-                real[id(module)] = importlib.import_module(home)
+            for module_name, module in given.items():
+                real[id(module)] = importlib.import_module(module_name)
                 names = [name for name, value in vars(module).items() if isinstance(value, PutOffName)]
                 for name in names:
                     real[id(vars(module)[name])] = getattr(real[id(module)], name)
@@ -412,7 +412,9 @@ def _is_plain(value: object) -> bool:
 
     if isinstance(value, torch.Tensor):
         value = (*value.shape, *value.stride(), value.storage_offset())
-    return type(value) in (bool, int) or (isinstance(value, tuple) and all(type(one) is int for one in value))
+    return type(value) in (bool, int) or (
+        isinstance(value, tuple) and all(type(element) is int for element in value)
+    )
 
 
 def _absolute(name: str, package: str, level: int) -> str:

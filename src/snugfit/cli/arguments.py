@@ -223,9 +223,9 @@ def _job_arguments(
     """Declare the parameters of every command about a job, in the order of its help."""
 
 
-def show_version(asked: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the version of snugfit and exit if the user passed `--version`."""
-    if asked:
+    if requested:
         from snugfit.versions import __version__
 
         typer.echo(f"snugfit {__version__}")

@@ -115,7 +115,7 @@ def keep_libraries_off_stdout() -> None:
     logging.getLogger("DeepSpeed").addFilter(_TO_STDERR)
 
 
-def say_last(text: str) -> None:
+def print_outcome(text: str) -> None:
     """Print the outcome of a command. A failed write is ignored, because the exit code reports the outcome
     too.
     """

@@ -107,7 +107,7 @@ class Encoder:
             if not isinstance(labels, list) or len(labels) != len(words):
                 count = len(labels) if isinstance(labels, list) else "no list of"
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(words)} words and {count} labels. Give one label "
+                    f"{self.rows.location(index)}: {len(words)} words and {count} labels. Give one label "
                     "for each word."
                 )
             firsts = [
@@ -118,10 +118,10 @@ class Encoder:
 
     def _chats(self, chunk: Numbered) -> Iterator[Encoded]:
         column = self.columns["messages"]
-        where = [self.rows.where(index) for index, _ in chunk]
+        location = [self.rows.location(index) for index, _ in chunk]
         values = [self.rows.value(row, column, index) for index, row in chunk]
-        chats = [conversation_of(value, of) for value, of in zip(values, where, strict=True)]
-        for chat in chat_tokens(self._needed_tokenizer().of_transformers, chats, where):
+        chats = [conversation_of(value, of) for value, of in zip(values, location, strict=True)]
+        for chat in chat_tokens(self._needed_tokenizer().of_transformers, chats, location):
             labels = None
             if chat.assistant is not None:
                 labels = [
@@ -134,7 +134,7 @@ class Encoder:
         prompts = self._strings(chunk, "prompt")
         completions = self._strings(chunk, "completion")
         # The tokens at the boundary depend on both texts, so prompt and completion are tokenized together.
-        joined = [one + other for one, other in zip(prompts, completions, strict=True)]
+        joined = [text + other for text, other in zip(prompts, completions, strict=True)]
         alone = self._tokenize(prompts, limit=None)
         for prompt, both in zip(alone, self._tokenize(joined, limit=None), strict=True):
             ids = self._with_end(both.ids)
@@ -155,7 +155,7 @@ class Encoder:
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
             raise UsageError(
-                f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not. Give it in "
+                f"{self.rows.location(index)}: it has {late[0]!r}, but the first row does not. Give it in "
                 "all rows, or in none."
             )
         beside = {name: self._numbers(row, name, index) for name in _BESIDE if name in self.rows.columns}
@@ -168,7 +168,7 @@ class Encoder:
         for name, numbers in beside.items():
             if len(numbers) != len(ids):
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
+                    f"{self.rows.location(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
                     "token needs one. Correct this row, or remove it."
                 )
         # Padding tokens are dropped, because the collate function pads each batch.
@@ -223,9 +223,9 @@ class Encoder:
         words = self.rows.value(row, column, index)
         if not isinstance(words, list):
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} is {words!r:.40}; it must be a list of words."
+                f"{self.rows.location(index)}: {column!r} is {words!r:.40}; it must be a list of words."
             )
-        return [as_text(word, self.rows.where(index), column) for word in words]
+        return [as_text(word, self.rows.location(index), column) for word in words]
 
     def _numbers(self, row: Row, column: str, index: int) -> list[int]:
         import numpy as np
@@ -237,12 +237,12 @@ class Encoder:
             numbers = np.asarray(None)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
+                f"{self.rows.location(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
             )
         # `Ragged` stores integers of 32 bits.
         if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token. "
+                f"{self.rows.location(index)}: {column!r} contains {numbers.max()}, which is not a token. "
                 "Tokens are whole numbers from 0."
             )
         checked: list[int] = numbers.tolist()
@@ -253,13 +253,13 @@ _BESIDE = ("attention_mask", "token_type_ids")
 _MOST = 1 << 31
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix(first: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences.
 
     The last tokens of a prompt alone may differ from those of the prompt with its completion. The completion
     begins at the first difference.
     """
     return next(
-        (position for position, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
+        (position for position, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),
     )

@@ -60,7 +60,7 @@ def next_recipe(
                 else:
                     smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
             except SnugfitError as unknown:  # the GPU or the model has no prediction
-                return Unplanned(recipe=cut(job, recipe), why=str(unknown))
+                return Unplanned(recipe=cut(job, recipe), reason=str(unknown))
             if smaller is not None:
                 return smaller
         return cut(job, recipe)

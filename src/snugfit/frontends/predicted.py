@@ -69,7 +69,7 @@ def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
     from snugfit.prediction.worker_pool import start_fork_server
 
     if device.type == "cuda" and gpus > 1:
-        start_fork_server(modules_of(job), for_what=job)
+        start_fork_server(modules_of(job), worker_object=job)
 
 
 def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Prediction:

@@ -96,8 +96,8 @@ def presets_like(name: str, presets: Collection[str]) -> str:
     Without a family of a similar name, it is empty.
     """
     families = nearest(_family(name), map(_family, presets), count=1)
-    alike = [preset.split("/")[1] for preset in presets if _family(preset) in families]
-    like = nearest(name.rpartition("/")[2], alike, cutoff=0)
+    related = [preset.split("/")[1] for preset in presets if _family(preset) in families]
+    like = nearest(name.rpartition("/")[2], related, cutoff=0)
     return f" Presets: {', '.join(like)}." if like else ""
 
 

@@ -347,7 +347,7 @@ class Repeats:
         oldest = self._first_block(period)
         moved = period.blocks * time
         # The numbers of the period's own blocks are shifted back, so that equal states are equal tuples.
-        own = tuple([(number - moved, one.address) for number, one in live.items() if number >= oldest])
+        own = tuple([(number - moved, block.address) for number, block in live.items() if number >= oldest])
         known = self._known[period.start]
         # The same state occurred some repetitions ago, so the events since then repeat.
         before = known.setdefault((state, own), time)
@@ -359,7 +359,7 @@ class Repeats:
         return Skipped(
             period.events * times,
             period.events * cycle,
-            {number + by if number >= oldest else number: one for number, one in live.items()},
+            {number + by if number >= oldest else number: block for number, block in live.items()},
         )
 
     def _first_block(self, period: Period) -> int:

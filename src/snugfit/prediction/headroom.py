@@ -72,20 +72,26 @@ def may_drive_display(gpu: Gpu) -> bool:
     return any("geforce" in name.lower() for name in gpu.names)
 
 
-def _as_bytes(asked: int | str, limit: int | None) -> int:
-    if isinstance(asked, str):
-        if match := _PER_CENT.fullmatch(asked):
+def _as_bytes(amount: int | str, limit: int | None) -> int:
+    if isinstance(amount, str):
+        if match := _PER_CENT.fullmatch(amount):
             if limit is None:
                 raise UsageError(
-                    f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
+                    f"headroom: {amount!r} is a share of the memory, so name a GPU or an amount of memory."
                 )
             share = float(match[1]) / 100
             if share >= 1:  # valid for any memory size of other GPUs
-                raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
+                raise UsageError(
+                    f"headroom: {amount!r} leaves nothing of {show_bytes(limit)} to use. Try 2%."
+                )
             return int(share * limit)
-        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")
-    if type(asked) is not int or asked < 0:
-        raise UsageError(
-            f"headroom is {asked!r}; it must be a whole number of bytes from 0, text such as '2%', or None."
+        return (
+            0
+            if amount.strip() == "0"
+            else parse_bytes(amount, quantity="headroom", or_else=", or a share: 2%")
         )
-    return asked
+    if type(amount) is not int or amount < 0:
+        raise UsageError(
+            f"headroom is {amount!r}; it must be a whole number of bytes from 0, text such as '2%', or None."
+        )
+    return amount

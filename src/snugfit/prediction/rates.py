@@ -427,7 +427,9 @@ def _products_flops(rate: MatmulRate, precision: str, of: Gpu, gpu: Gpu) -> floa
     Published rates of matrix products replace the data sheet's peak. Their fastest product bounds the fastest
     tile. Within an architecture, clocks depend on power in the same way, so their ratio applies.
     """
-    own, measured = ((one.achieved.get("torch_matmul_best_tflops") or {}).get(precision) for one in (gpu, of))
+    own, measured = (
+        (rates.achieved.get("torch_matmul_best_tflops") or {}).get(precision) for rates in (gpu, of)
+    )
     if own and measured and gpu.architecture == of.architecture:
         return rate.flops * float(own) / float(measured)
     if own:

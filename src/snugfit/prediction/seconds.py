@@ -265,7 +265,9 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
         is_own = (kernel.phase in MODELS_OWN or _is_forward(kernel)) and not kernel.recomputed
         return _arithmetic(kernel, gpu) if is_own and group_of(kernel.operator) == CONTRACTIONS else None
 
-    return sum((one for one in each_once(seconds, kernels) if one is not None), 0.0)
+    return sum(
+        (kernel_seconds for kernel_seconds in each_once(seconds, kernels) if kernel_seconds is not None), 0.0
+    )
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:

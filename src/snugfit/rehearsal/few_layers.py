@@ -116,7 +116,7 @@ def passes_from_few_layers(
     depth = depth_of(job, setup) if job.trains else None
     if depth is None:
         return None
-    asked, repeats, _ = periodic_setup(setup, depth.layers)
+    periodic, repeats, _ = periodic_setup(setup, depth.layers)
     # Checkpointing must repeat together with the layer types.
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
@@ -125,7 +125,9 @@ def passes_from_few_layers(
     # Two shallow models must cost less than the deep one, including the time to write its trace.
     if 2 * layers + period + written >= depth.layers:
         return None
-    shallow, deeper = (_rehearse(depth, job, asked, policy, few, record) for few in (layers, layers + period))
+    shallow, deeper = (
+        _rehearse(depth, job, periodic, policy, few, record) for few in (layers, layers + period)
+    )
     periods = (depth.layers - layers) // period - 1
     return _deepen_passes(shallow, deeper, periods, compiled=is_one_program)
 
@@ -169,7 +171,7 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
     trace = deepen(shallow.part.trace, deeper.part.trace, periods, compiled=compiled)
     if gradients is None or shared is None or trace is None:
         return None
-    have = [deeper.part.has_gradient(one.like) for one in gradients]
+    have = [deeper.part.has_gradient(gradient.like) for gradient in gradients]
     return Part(trace, tuple(number for number, has in enumerate(have) if has), shared=shared)
 
 
@@ -177,14 +179,17 @@ def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
     """Return True if Inductor chooses the same kernels for these two small models, so that the choices hold
     for the full model.
     """
-    few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
+    few, more = ({id(decision): decision for decision in model.decisions} for model in (shallow, deeper))
     # If both models have the same objects, their programs are those of single layers.
     if few.keys() == more.keys():
         return True
     if len(shallow.decisions) != len(deeper.decisions):
         return False
-    pairs = {(id(one), id(other)): (one, other) for one, other in zip(shallow.decisions, deeper.decisions)}
-    return all(one.are_alike(other, periods) for one, other in pairs.values())
+    pairs = {
+        (id(decision), id(other)): (decision, other)
+        for decision, other in zip(shallow.decisions, deeper.decisions)
+    }
+    return all(decision.are_alike(other, periods) for decision, other in pairs.values())
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
@@ -204,7 +209,7 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
     grown = grow(entries(shallow), entries(deeper), periods)
     if grown is None:
         return None
-    blocks = ((deeper.shared[one.like], one.numbers) for one in grown)
+    blocks = ((deeper.shared[entry.like], entry.numbers) for entry in grown)
     return tuple(
         block._replace(
             views=tuple(view._replace(number=at) for view, at in zip(block.views, numbers, strict=True))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.rehearse import STEPS, record_step
-from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, PhaseStart, RelativeTrace, TraceEvent
 from snugfit.rehearsal.trace.repeat import (
     RECORDED_MICRO_BATCHES,
     RECORDED_STEPS,
@@ -197,7 +197,7 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
         return None
 
 
-def _join(passes: Part, update: Part) -> Iterator[Move]:
+def _join(passes: Part, update: Part) -> Iterator[TraceEvent]:
     """Yield the events of each step's forward and backward, then those of its update, which frees the
     gradients. Raise `LookupError` if the gradients differ from those of the recorded update.
     """
@@ -232,7 +232,7 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
             yield move
 
 
-def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
+def kept_workspaces(moves: Sequence[TraceEvent]) -> list[Alloc]:
     """Return the workspaces that a thread allocates once and never frees.
 
     An update runs on the thread of the forward pass, which has allocated its own already.
@@ -247,11 +247,11 @@ def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
 class SplitUpdate(NamedTuple):
     """The events (allocations, frees, kernels) of one step, split where its last backward pass ends."""
 
-    passes: Sequence[Move]
-    update: Sequence[Move]
+    passes: Sequence[TraceEvent]
+    update: Sequence[TraceEvent]
 
 
-def split_update(moves: Sequence[Move]) -> SplitUpdate:
+def split_update(moves: Sequence[TraceEvent]) -> SplitUpdate:
     """Split the events of a step where clipping or the update begins."""
     ends = next(
         at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase in UPDATING
@@ -263,7 +263,7 @@ UPDATING = ("clip", "update")
 """Phases of a step after its forward and backward passes."""
 
 
-def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
+def _frees(moves: Sequence[TraceEvent]) -> Counter[Alloc]:
     return Counter(move.stack for move in moves if isinstance(move, Free))
 
 
@@ -273,7 +273,7 @@ def _is_gradient(block: int, live: LiveSet) -> bool:
     return alloc.kind == Kind.GRADIENTS and block in live.stacks[alloc.stack]
 
 
-def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
+def _gradients_freed(moves: Sequence[TraceEvent], live: LiveSet) -> list[int]:
     """Return the numbers of the gradients' memory blocks that these events would free, in order. Leave `live`
     unchanged.
     """
@@ -347,7 +347,9 @@ def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock
         gradients = [
             (number, gradient) for number in numbers if (gradient := parameters[number].grad) is not None
         ]
-        views = [GradientView(number, int(one.storage_offset()), one.stride()) for number, one in gradients]
+        views = [
+            GradientView(number, int(view.storage_offset()), view.stride()) for number, view in gradients
+        ]
         first = gradients[0][1]
         shared.append(SharedBlock(first.untyped_storage().nbytes() // first.element_size(), tuple(views)))
     return tuple(shared)
@@ -365,7 +367,7 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
             """Record the parameters that have a gradient, and the blocks that several gradients share."""
             # The passes have one group of parameters, since `decay_groups` is off.
             parameters = self.param_groups[0]["params"]
-            self.gradients = tuple(n for n, one in enumerate(parameters) if one.grad is not None)
+            self.gradients = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is not None)
             self.shared = shared_blocks(parameters)
 
     return Nothing(parameters, {})

@@ -42,8 +42,8 @@ def render(measurement: Measurement) -> RenderableType:
 def short(measurement: Measurement) -> Page:
     """Return the report of a measurement on one screen: outcome, memory, seconds and notes."""
     footprint, timing = measurement.footprint, measurement.timing
-    where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
-    about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "
+    device = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
+    about = f"{subject(measurement.job, measurement.recipe, device or measurement.device.name)}: "
     size = (footprint.nvml_bytes or footprint.reserved_bytes or footprint.host_bytes) if footprint else None
     if not measurement.ok or not size:
         about += f"the run ended with {measurement.outcome}"
@@ -108,10 +108,10 @@ def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
 def _heading(measurement: Measurement) -> Text:
     job, device = measurement.job, measurement.device
     text = words(job_line(job), "bold")
-    where = device.name
+    device_name = device.name
     if measurement.gpus > 1:
-        where = f"{measurement.gpus} {'processes on' if device.type == 'cpu' else 'x'} {where}"
-    text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {where}"))
+        device_name = f"{measurement.gpus} {'processes on' if device.type == 'cpu' else 'x'} {device_name}"
+    text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {device_name}"))
     if job.model.module is None:
         text.append(" · random weights")
     if device.type == "cpu":
@@ -122,7 +122,9 @@ def _heading(measurement: Measurement) -> Text:
 def ranks_table(measurement: Measurement) -> PlainTable:
     """Return a table with one line for each rank. The rank whose memory the measurement reports is marked."""
     on_gpu = measurement.device.type != "cpu"
-    worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
+    worst = next(
+        (rank_run for rank_run in measurement.ranks if rank_run.footprint == measurement.footprint), None
+    )
     rows = []
     for rank in measurement.ranks:
         shape = rank.footprint
@@ -190,7 +192,8 @@ def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTa
     once = startup.total_seconds(timing.step_seconds)
     rows.append(("start-up", once, "the sum, minus the time of the same steps when steady"))
     return table(
-        ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]
+        ("Start", ">", ""),
+        [(label, show_seconds(seconds), about) for label, seconds, about in rows if seconds],
     )
 
 

@@ -59,7 +59,7 @@ class Watching:
 
     def _print_line(self, text: str) -> None:
         if self._bar:
-            self._bar.say(escape_controls(text))
+            self._bar.print_line(escape_controls(text))
         else:
             with suppress(OSError):  # a closed terminal must not end the run
                 print(escape_controls(text), file=self._out, flush=True)
@@ -67,9 +67,9 @@ class Watching:
     def _on_started(self, event: Event) -> None:
         self._steps = event["steps"]
         resumed = event["resumed_from"]
-        where = f"continues after step {resumed:,}" if resumed is not None else "begins"
+        start = f"continues after step {resumed:,}" if resumed is not None else "begins"
         self._print_line(
-            f"{event['job']} {where}: {event['steps']:,} steps over {event['samples']:,} samples, as"
+            f"{event['job']} {start}: {event['steps']:,} steps over {event['samples']:,} samples, as"
             f" {event['recipe']}"
         )
         if self._bar:
@@ -219,11 +219,11 @@ class _Bar:
         self._progress.start()
         self._task = self._progress.add_task("", total=steps, completed=done, what="")
 
-    def move(self, step: int, what: str) -> None:
+    def move(self, step: int, label: str) -> None:
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, what=what)
+            self._progress.update(self._task, completed=step, what=label)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         if self._progress is not None:
             # Lines must be printed by the progress bar's console, which puts them above the bar.
             self._progress.console.print(text)

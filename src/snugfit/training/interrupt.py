@@ -139,14 +139,14 @@ class Interrupts:
 
     def wants_checkpoint(self) -> bool:
         """Return True if the user has requested a checkpoint since the last call."""
-        asked, self._wants_checkpoint = self._wants_checkpoint, False
+        was_requested, self._wants_checkpoint = self._wants_checkpoint, False
         if self._trigger is None:
-            return asked
+            return was_requested
         try:
             # If the removal succeeds, the file existed. Both are one atomic operation.
             self._trigger.unlink()
         except OSError:  # usually, there is no such file
-            return asked
+            return was_requested
         return True
 
 
@@ -188,14 +188,14 @@ class Stops:
         own = self._own.stopping
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
-    def hear(self, summed: Sequence[float]) -> None:
+    def set_signals(self, summed: Sequence[float]) -> None:
         """Set the signals to which all processes react, from the sums of the processes' flags."""
-        *signals, wants = summed
+        *signals, checkpoint_wanted = summed
         # If processes received different signals, all react to the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
         if self._stopping is None and first is not None:
             self._stopping = first
-        self._wants_checkpoint |= bool(wants)
+        self._wants_checkpoint |= bool(checkpoint_wanted)
 
     @property
     def stopping(self) -> signal.Signals | None:
@@ -223,7 +223,7 @@ class Stops:
         done so.
         """
         if self._ranks.are_many:
-            self.hear(self._ranks.sum(self.flags))
+            self.set_signals(self._ranks.sum(self.flags))
 
     def watch_modules(self, look: Callable[[Any], None] | None) -> None:
         """Call `Interrupts.watch_modules`, but only in a run of one process."""
@@ -234,5 +234,5 @@ class Stops:
         """Return True if the user has requested a checkpoint since the last call."""
         if not self._ranks.are_many:
             return self._own.wants_checkpoint()
-        asked, self._wants_checkpoint = self._wants_checkpoint, False
-        return asked
+        was_requested, self._wants_checkpoint = self._wants_checkpoint, False
+        return was_requested

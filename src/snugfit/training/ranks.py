@@ -198,7 +198,7 @@ class Ranks:
             raise ToldElsewhere(text, code)
         return answer
 
-    def alike(self, error: SnugfitError) -> SnugfitError:
+    def common_error(self, error: SnugfitError) -> SnugfitError:
         """Return the error to raise in this process: `error` in the first one, `ToldElsewhere` in others,
         which print nothing.
         """

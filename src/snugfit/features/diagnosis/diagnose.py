@@ -22,7 +22,7 @@ ON_GPU = frozenset({
 """Kinds of failures in GPU memory, for which the report shows the predicted step and smaller recipes."""
 
 
-def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | None]:
+def diagnose(content: bytes, location: str) -> tuple[Diagnosis, tuple[int, int] | None]:
     """Return the cause of the out-of-memory error in a log or snapshot, and bounds of the failed tensor's
     bytes.
 
@@ -30,7 +30,7 @@ def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | N
     """
     # Pickles of protocol 2 to 5 begin with these bytes.
     if content[:1] == b"\x80" and content[1:2] in b"\x02\x03\x04\x05":
-        return _of_snapshot(read_snapshot(content, where))
+        return _of_snapshot(read_snapshot(content, location))
     return _of_log(read_log(decode(content)))
 
 

@@ -29,7 +29,7 @@ from snugfit.rehearsal.splice import (
     split_update,
 )
 from snugfit.rehearsal.step_parts import StepParts, UnsupportedStep
-from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, PhaseStart, RelativeTrace, TraceEvent
 from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece, micro_batch_starts, widen
 from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Kernel, MarkKind
 from snugfit.results.footprint import Kind
@@ -207,10 +207,10 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
 class _UpdateStep(NamedTuple):
     """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
-    before: Sequence[Move]
+    before: Sequence[TraceEvent]
     """Allocations, frees and marks before clipping or the update; in a recorded step, before the recording
     begins."""
-    after: Sequence[Move]
+    after: Sequence[TraceEvent]
 
 
 class _Splicing:
@@ -258,7 +258,7 @@ class _Splicing:
             [*played, Piece(last)],
         ]
 
-    def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
+    def _as_written(self, moves: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
         """Yield the events of the first step's forward and backward passes. They run without CUDA graphs, but
         in the graphs' memory pool.
         """
@@ -276,7 +276,9 @@ class _Splicing:
         self._of_passes[block] = self._live.alloc(placed)
         return placed
 
-    def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
+    def _record_passes(
+        self, moves: Sequence[TraceEvent], of_generator: Sequence[Alloc]
+    ) -> Iterator[TraceEvent]:
         """Yield the allocations and kernels of recording forward and backward: the first and the last
         micro-batch.
 
@@ -300,8 +302,8 @@ class _Splicing:
                 yield from _with_cast(emitted) if several else emitted
 
     def _pass(
-        self, moves: Sequence[Move], batch: set[int], of_generator: Sequence[Alloc] | None
-    ) -> Iterator[Move]:
+        self, moves: Sequence[TraceEvent], batch: set[int], of_generator: Sequence[Alloc] | None
+    ) -> Iterator[TraceEvent]:
         """Yield the allocations and kernels of one micro-batch in the graphs' memory pool.
 
         The blocks of its `batch` are not in that pool; the batch of the first micro-batch is not freed. Only
@@ -333,13 +335,13 @@ class _Splicing:
         self._live.alloc(alloc)
         return alloc
 
-    def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
+    def _gradients_of(self, moves: Iterable[TraceEvent]) -> list[int]:
         """Return the memory blocks of the gradients that these events free, in order."""
         freed = [self._passing.free(move) for move in moves if type(move) is Free]
         allocs = self._passing.allocs
         return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
 
-    def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[Move]:
+    def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[TraceEvent]:
         """Yield the allocations and kernels of an update; `gradients` are the memory blocks that backward
         created.
         """
@@ -359,7 +361,7 @@ class _Splicing:
         for move in step.after:
             yield from self._moves_of_update(move)
 
-    def _moves_of_update(self, move: Move) -> Iterator[Move]:
+    def _moves_of_update(self, move: TraceEvent) -> Iterator[TraceEvent]:
         """Yield an event of the update's trace (allocation, free, kernel) with its memory block renumbered
         for the joined step.
         """
@@ -385,7 +387,7 @@ def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
     return [move for move in update.before if type(move) is Alloc and move.phase == "forward"]
 
 
-def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
+def _with_cast(moves: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield a recorded micro-batch's events, with the cast of the scalar that multiplies its loss.
 
     The scalar is float32. It is cast to the dtype of the loss if that is narrower, and saved for the backward
@@ -413,7 +415,7 @@ def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
             yield Free(cast.stack, 0)
 
 
-def _kernels_of(moves: Iterable[Move]) -> list[Move]:
+def _kernels_of(moves: Iterable[TraceEvent]) -> list[TraceEvent]:
     """Return the events of forward and backward that a replayed step contains: kernels and starts of
     phases.
     """

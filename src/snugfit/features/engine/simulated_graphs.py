@@ -64,7 +64,7 @@ class RehearsedGraphs(Graphs):
             with self.own_memory():
                 work()
         except NotRecorded as fault:
-            recorder.doubt(
+            recorder.warn(
                 f"The step cannot be recorded as CUDA graphs, so it runs without them: {fault}. "
                 f"Leave 'captured' out, "
                 "or remove the cause."
@@ -72,7 +72,7 @@ class RehearsedGraphs(Graphs):
             raise
         # On a GPU, waiting for the device during a recording is an error.
         if recorder.times_waited != waited:
-            recorder.doubt(
+            recorder.warn(
                 f"The step cannot be recorded as CUDA graphs, so it runs without them: {WAITS}. "
                 f"Leave 'captured' out, "
                 "or remove the cause."

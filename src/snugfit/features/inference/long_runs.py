@@ -105,8 +105,8 @@ class CallWindows:
             writer.begin(call)
             for stretch in start.decode[:HEAD]:
                 writer.write(stretch)
-            for one, other in pairwise(known):
-                for stretch, times in interpolate(one, other, self.period, together):
+            for low, other in pairwise(known):
+                for stretch, times in interpolate(low, other, self.period, together):
                     writer.write(stretch, times)
             for stretch in steady.steps:
                 writer.write(stretch)

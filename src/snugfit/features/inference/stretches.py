@@ -98,9 +98,9 @@ class RecordedCall:
         """
         trace = recording.trace
         stretches = list(_split(recording))
-        before = [one for one in stretches if one.phase != DECODE]
+        before = [stretch for stretch in stretches if stretch.phase != DECODE]
         decode = stretches[len(before) : len(before) + decode_steps]
-        if len(decode) != decode_steps or any(one.phase != DECODE for one in decode):
+        if len(decode) != decode_steps or any(stretch.phase != DECODE for stretch in decode):
             raise NotAlike
         freed = {-event - 1 for event in trace.events[: _end(recording)] if event < 0}
         alive = [
@@ -111,8 +111,12 @@ class RecordedCall:
         return cls(
             before,
             decode,
-            frozenset(one for one, _ in alive if isinstance(one, EarlyBlock) and one.phase != "build"),
-            frozenset(block.operator for one, block in alive if isinstance(one, LateBlock)),
+            frozenset(
+                stretch
+                for stretch, _ in alive
+                if isinstance(stretch, EarlyBlock) and stretch.phase != "build"
+            ),
+            frozenset(block.operator for stretch, block in alive if isinstance(stretch, LateBlock)),
             trace,
         )
 
@@ -211,7 +215,7 @@ def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int
             return False
         for first, other, last in zip(*map(_work, steps), strict=True):
             line = first + (last - first) * offset / apart
-            if abs(other - line) > WORK_OFF_LINE * line:
+            if abs(other - line) > MAX_NONLINEARITY * line:
                 return False
     return True
 
@@ -226,7 +230,7 @@ def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apa
     return all((b - a) * apart == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
 
 
-WORK_OFF_LINE = 0.002
+MAX_NONLINEARITY = 0.002
 """Largest relative difference between a step's work and its linear interpolation. An embedding reads each of
 its rows at most once.
 """
@@ -245,13 +249,17 @@ def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stre
     The loop of a beam search has tables with a column for each new token, and a window has fewer. They are
     the blocks and kernels of the loop that have one size in all steps.
     """
-    blocks = _tables(*([one for one in step.blocks if _is_of_loop(one)] for step in (*steps[:2], start[0])))
-    kernels = _tables(*([one for one in step.kernels if not one.module] for step in (*steps[:2], start[0])))
+    blocks = _tables(
+        *([block for block in step.blocks if _is_of_loop(block)] for step in (*steps[:2], start[0]))
+    )
+    kernels = _tables(
+        *([block for block in step.kernels if not block.module] for step in (*steps[:2], start[0]))
+    )
     return [
         replace(
             step,
             blocks=_with_entries(step.blocks, _is_of_loop, blocks),
-            kernels=_with_entries(step.kernels, lambda one: not one.module, kernels),
+            kernels=_with_entries(step.kernels, lambda block: not block.module, kernels),
         )
         for step in steps
     ]
@@ -274,7 +282,7 @@ def _with_entries(
     entries: list[Any], is_of_loop: Callable[[Any], bool], tables: Mapping[int, Any]
 ) -> list[Any]:
     numbers = count()
-    return [tables.get(next(numbers), one) if is_of_loop(one) else one for one in entries]
+    return [tables.get(next(numbers), entry) if is_of_loop(entry) else entry for entry in entries]
 
 
 def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
@@ -284,26 +292,26 @@ def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
     `before` is the step before it in the window. It names the sizes of tables there. Tables of another size
     stay, which are those of the result.
     """
-    short, long = ([one for one in step.blocks if _is_of_loop(one)] for step in (before, start))
-    sizes = {_loop_key(one): other.nbytes for one, other in zip(short, long, strict=False)}
+    short, long = ([block for block in step.blocks if _is_of_loop(block)] for step in (before, start))
+    sizes = {_loop_key(block): other.nbytes for block, other in zip(short, long, strict=False)}
     return replace(
         last,
         blocks=[
-            one._replace(nbytes=sizes.get(_loop_key(one), one.nbytes)) if _is_of_loop(one) else one
-            for one in last.blocks
+            block._replace(nbytes=sizes.get(_loop_key(block), block.nbytes)) if _is_of_loop(block) else block
+            for block in last.blocks
         ],
     )
 
 
-def _alike(one: Stretch, other: Stretch) -> bool:
+def _alike(first: Stretch, other: Stretch) -> bool:
     """Return True if two decode steps have the same allocations and kernels, apart from their sizes."""
     return (
-        one.events == other.events
-        and one.waits == other.waits
-        and one.streams == other.streams
-        and len(one.blocks) == len(other.blocks)
-        and all(a.operator == b.operator and a.module == b.module for a, b in zip(one.blocks, other.blocks))
-        and [kernel.operator for kernel in one.kernels] == [kernel.operator for kernel in other.kernels]
+        first.events == other.events
+        and first.waits == other.waits
+        and first.streams == other.streams
+        and len(first.blocks) == len(other.blocks)
+        and all(a.operator == b.operator and a.module == b.module for a, b in zip(first.blocks, other.blocks))
+        and [kernel.operator for kernel in first.kernels] == [kernel.operator for kernel in other.kernels]
     )
 
 

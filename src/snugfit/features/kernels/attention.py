@@ -114,7 +114,9 @@ def attend_in_stretches(
 
     batch, _, length, _ = heads[0].shape
     # The kernels take all sequences as one row.
-    query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)
+    query, key, value = (
+        tensor.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for tensor in heads
+    )
     out, _ = attend_in_pieces(
         module, query, key, value, dropout=dropout, scaling=scaling, is_causal=False,
         cu_seq_lens_q=keywords["cu_seq_lens_q"], max_length_q=keywords["max_length_q"],

@@ -223,8 +223,8 @@ def embeds_plainly(module: Any) -> bool:
     """Return True if an embeddings module has only an unmodified `LayerNorm` and unmodified
     `torch.nn.Embedding` tables.
     """
-    tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
-    return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
+    tables = [table for name, table in module.named_children() if name.endswith("_embeddings")]
+    return is_layer_norm("LayerNorm")(module) and all(type(table) is torch.nn.Embedding for table in tables)
 
 
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
     else:
         results = joint_linear(x, [layer.weight for layer in layers], biases)
-    return [one.view(*x.shape[:-1], -1, width).transpose(1, 2) for one in results]
+    return [result.view(*x.shape[:-1], -1, width).transpose(1, 2) for result in results]
 
 
 def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:

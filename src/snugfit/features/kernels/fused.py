@@ -84,8 +84,8 @@ class Fused(Technique):
         """Yield the reasons against this technique: an unsupported model, attention that is not torch's, or
         other changes of its code.
         """
-        if why := self.planning_objection(job):
-            yield f"{why} Try 'torch_kernels'."
+        if reason := self.planning_objection(job):
+            yield f"{reason} Try 'torch_kernels'."
         elif self.recomputed_mlps and not _is_decoder(job):
             yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
@@ -110,8 +110,8 @@ class Fused(Technique):
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield a warning if layers with adapters run peft's own code."""
-        if why := _own_code(job, recipe[Slot.ADAPTERS]):
-            yield f"layers with adapters run peft's own code, as there are no kernels for {why}."
+        if reason := _own_code(job, recipe[Slot.ADAPTERS]):
+            yield f"layers with adapters run peft's own code, as there are no kernels for {reason}."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
@@ -138,7 +138,7 @@ class Fused(Technique):
             known = model_type in KNOWN
         else:
             model_type = type(module).__name__
-            files = {type(one).__module__ for one in module.modules()}
+            files = {type(submodule).__module__ for submodule in module.modules()}
             names = {name.removesuffix("_text") for name in KNOWN}  # other models are in these files too
             known = any(f"transformers.models.{name}.modeling_{name}" in files for name in names)
         return "" if known else f"fused has no kernels for {model_type}. It covers {', '.join(KNOWN)}."

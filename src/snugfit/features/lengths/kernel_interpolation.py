@@ -76,11 +76,11 @@ def _alike(kernels: Sequence[Kernel]) -> bool:
 def _lagrange(known: Sequence[int], at: int) -> list[float]:
     """Return the weights of three known values for quadratic (Lagrange) interpolation at the length `at`."""
     weights = []
-    for one in known:
+    for node in known:
         weight = 1.0
         for other in known:
-            if other != one:
-                weight *= (at - other) / (one - other)
+            if other != node:
+                weight *= (at - other) / (node - other)
         weights.append(weight)
     return weights
 

@@ -122,7 +122,7 @@ class LengthProfiler:
     loop: str = "plain"
     """Name of the training loop."""
 
-    tell: Callable[[str], None] = lambda what: None
+    tell: Callable[[str], None] = lambda message: None
     """Function that receives progress messages."""
 
     rates: Rates = field(init=False)
@@ -258,11 +258,11 @@ class LengthProfiler:
         """Return the seconds of a step at these lengths. Lengths are grouped by alignment (multiples of 8,
         ...); in a large group, some are predicted from kernels and the rest are interpolated linearly.
         """
-        alike: dict[int, list[int]] = defaultdict(list)
+        by_class: dict[int, list[int]] = defaultdict(list)
         for length in lengths:
-            alike[math.gcd(length, ROW)].append(length)
+            by_class[math.gcd(length, ROW)].append(length)
         seconds: dict[int, LengthSeconds] = {}
-        for group in alike.values():
+        for group in by_class.values():
             timed = _spread(group, TIMED_PER_CLASS)
             seconds |= _between(group, {length: self.seconds_of(interpolator.at(length)) for length in timed})
         return seconds

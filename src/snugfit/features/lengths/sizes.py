@@ -100,11 +100,11 @@ class _At:
     length: int
     padded: bool
 
-    def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
+    def instead(self, size_name: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
         """Return the gain and extra memory of another size, such as a batch size, over this one."""
         needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
-            what=what,
+            what=size_name,
             given=given,
             instead=size,
             gain=self.gain(other, tokens=tokens),
@@ -178,15 +178,19 @@ def _length(at: _At) -> Iterator[Size]:
     for size in (*longer, *shorter):
         try:
             other = replace(at, length=size, padded=at.padded or size > length)
-            one = at.instead("sequence length", length, other, size, tokens=size < length)
+            size_change = at.instead("sequence length", length, other, size, tokens=size < length)
         except SnugfitError:  # the length exceeds the model's last position
             continue
         if size > length or at.steep(other, 1 - size / length):
-            candidates.append(replace(one, proposed=size > length))
+            candidates.append(replace(size_change, proposed=size > length))
     for proposed in (True, False):
-        known = [one for one in candidates if one.proposed is proposed and one.gain > WORTH]
+        known = [
+            size_change
+            for size_change in candidates
+            if size_change.proposed is proposed and size_change.gain > WORTH
+        ]
         if known:
-            yield max(known, key=lambda one: one.gain)
+            yield max(known, key=lambda size_change: size_change.gain)
 
 
 # ---- the batch ------------------------------------------------------------------------------------------
@@ -208,9 +212,9 @@ def _batch(at: _At) -> Iterator[Size]:
     free = max(size for size in seconds if seconds[size] <= seconds[samples] * (1 + FREE))
     for size in sorted({smaller, free} - {samples}):
         other = steps.get(size) or at.with_changes(batch_size=size * pieces)
-        one = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
-        if one.gain > WORTH:
-            yield one
+        size_change = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
+        if size_change.gain > WORTH:
+            yield size_change
 
 
 def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
@@ -243,7 +247,7 @@ def _widths(at: _At) -> Iterator[Size]:
     of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))
     lost: dict[int, float] = defaultdict(float)
-    where: dict[int, str] = {}
+    width_names: dict[int, str] = {}
     for kernel in at.profiler.sample(at.length, at.padded).kernels:
         if kernel.operator not in MATRIX_PRODUCTS:
             continue
@@ -252,7 +256,7 @@ def _widths(at: _At) -> Iterator[Size]:
         if extra > 0 and sizes and not sizes & of_the_job:
             width = min(sizes)
             lost[width] += extra
-            where.setdefault(width, kernel.module)
+            width_names.setdefault(width, kernel.module)
     whole = at.seconds()
     for width, seconds in lost.items():
         if (gain := whole / (whole - seconds) - 1) > WORTH:
@@ -262,5 +266,5 @@ def _widths(at: _At) -> Iterator[Size]:
                 instead=None,
                 gain=gain,
                 assumed=not knows_alignment(at.profiler.gpu),
-                where=where[width],
+                where=width_names[width],
             )

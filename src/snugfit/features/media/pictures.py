@@ -99,9 +99,9 @@ def _open(entry: MediaEntry) -> Image:
         turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # Pillow's formats raise various exceptions
-        said = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
+        message = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
         raise UsageError(
-            f"{entry.name}: this image cannot be read ({said}). Replace the file, or remove its row."
+            f"{entry.name}: this image cannot be read ({message}). Replace the file, or remove its row."
         ) from None
 
 

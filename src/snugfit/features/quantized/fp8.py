@@ -73,8 +73,8 @@ class Fp8(Technique):
         checkpoint = recipe[Slot.CHECKPOINTING].value
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
-        elif why := _why_unconverted(job):
-            yield f"{why}. Try 'bf16'."
+        elif reason := _why_unconverted(job):
+            yield f"{reason}. Try 'bf16'."
         if not recipe[Slot.ADAPTERS].plain:
             yield (
                 f"{recipe[Slot.ADAPTERS]} freezes the linear layers, and torchao would compute gradients of "

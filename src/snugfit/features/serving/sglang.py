@@ -81,9 +81,9 @@ def predict_sglang(
     page = request.block_size or 1
     # Memory for states is divided first (`handle_max_mamba_cache`, with the prefix cache, the default).
     states = int(max(0, available) * STATE_RATIO / (1 + STATE_RATIO)) // state if state else 0
-    room = max(0, available - states * state)
+    free_bytes = max(0, available - states * state)
     requests = states // STATES_PER_REQUEST
-    held_tokens = int(room / token) // page * page if token else tokens * requests
+    held_tokens = int(free_bytes / token) // page * page if token else tokens * requests
     limit = request.max_num_seqs
     running = limit or min(max(held_tokens * PER_CONTEXT // length, FEWEST_REQUESTS), MOST_REQUESTS)
     running = min(running, requests) if state else running
@@ -105,7 +105,7 @@ def predict_sglang(
         weights_layout=layout.name if layout else dtype,
         activation_bytes=max(0, min(int(chunk * PER_TOKEN_MIB * MIB), spare)), non_torch_bytes=outside,
         graph_bytes=graph_bytes,
-        graphs_reduce_cache=False, cache_bytes=room, token_bytes=int(token), cache_tokens=held_tokens,
+        graphs_reduce_cache=False, cache_bytes=free_bytes, token_bytes=int(token), cache_tokens=held_tokens,
         sequence_tokens=tokens,
         sequences=min(held_tokens // per_sequence, requests if state else held_tokens),
         most_sequences=running, longest=min(held_tokens, sizes.longest or length),

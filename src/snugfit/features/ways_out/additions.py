@@ -86,13 +86,16 @@ def with_ways_out(request: Request, predictions: Sequence[Prediction]) -> list[P
     """
     first, *further = predictions
     # The search compares training steps, and does not support other phases.
-    if any(one.fits is not False for one in predictions) or first.job.added_phase is not None:
+    if any(prediction.fits is not False for prediction in predictions) or first.job.added_phase is not None:
         return [*predictions]
     if _is_refused(request):
         return [*predictions]
     if first.gpus > 1:
         return [replace(first, ways_out=WaysOut()), *further]
-    named = {**{one.slot: one for one in first.recipe if not one.plain}, **request.named}
+    named = {
+        **{prediction.slot: prediction for prediction in first.recipe if not prediction.plain},
+        **request.named,
+    }
     return [replace(first, ways_out=_ways_out(request, first, named)), *further]
 
 
@@ -107,7 +110,7 @@ def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
     nearest = predict(plan.job, Recipe.parse(plan.nearest.recipe), gpu=plan.gpu)
     limited = replace(nearest, memory_bytes=plan.memory_bytes, headroom_bytes=plan.headroom_bytes)
     fixed = {slot.slot for slot in plan.kept}
-    named = {one.slot: one for one in limited.recipe if one.slot in fixed}
+    named = {technique.slot: technique for technique in limited.recipe if technique.slot in fixed}
     return replace(plan, ways_out=_ways_out(request, limited, named, beyond=Fidelity(plan.fidelity)))
 
 
@@ -134,7 +137,7 @@ def _ways_out(
         # With two workers, changes for an 8B model are found within 20 seconds on two cores.
         return ways_out(prediction, keep=named, beyond=beyond, workers=workers_of(None), tell=tell)
 
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "memory_bytes": prediction.memory_bytes,
         "headroom_bytes": prediction.headroom_bytes,
         "loop": prediction.loop,
@@ -152,7 +155,7 @@ def _ways_out(
         named=sorted(map(str, named)),
         beyond=beyond,
         gpus=[prediction.gpus],
-        **asked,
+        **arguments,
     )
 
 

@@ -218,7 +218,9 @@ def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | N
     """
     if len(runs) == 1:
         return reasons[0]
-    return next((f"GPU {runs[rank].target.index}: {why}" for rank, why in enumerate(reasons) if why), None)
+    return next(
+        (f"GPU {runs[rank].target.index}: {reason}" for rank, reason in enumerate(reasons) if reason), None
+    )
 
 
 def _message(runs: Sequence[RankRun], cause: int) -> str:
@@ -229,10 +231,10 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
     output = "\n".join(run.exited.tail.strip().splitlines()[-_MESSAGE_LINES:])[-4000:]
     if run.result.outcome == causes.TIMEOUT:
         return f"Still running after {run.request.deadline_seconds:g} s, so it was stopped.\n{output}".strip()
-    said = run.result.message or output
+    message = run.result.message or output
     if len(runs) == 1:
-        return said
-    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, without a message.'}"
+        return message
+    return f"Rank {cause} of {len(runs)}{f': {message}' if message else ' ended first, without a message.'}"
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
@@ -415,10 +417,10 @@ def worst_of(footprints: Sequence[Footprint | None]) -> int:
     """
 
     def needs(number: int) -> tuple[int, int, int]:
-        one = footprints[number]
-        if one is None:
+        footprint = footprints[number]
+        if footprint is None:
             return (-1, -1, -1)
-        return (one.nvml_bytes or 0, one.reserved_bytes or 0, one.host_bytes or 0)
+        return (footprint.nvml_bytes or 0, footprint.reserved_bytes or 0, footprint.host_bytes or 0)
 
     return max(range(len(footprints)), key=needs)
 

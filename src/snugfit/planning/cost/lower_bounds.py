@@ -139,12 +139,16 @@ class LowerBounds:
         for numbers in groups.values():
             # Many Setups of a group have equal updates, so each update is simulated once.
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
-            refused = {key: why for key, one in by_update.items() if (why := passes.why_unsupported(one))}
-            by_update = {key: one for key, one in by_update.items() if key not in refused}
+            refused = {
+                key: reason
+                for key, candidate in by_update.items()
+                if (reason := passes.why_unsupported(candidate))
+            }
+            by_update = {key: candidate for key, candidate in by_update.items() if key not in refused}
             seconds = passes.seconds(list(by_update.values())) if by_update else ()
             by_key: dict[Hashable, StepBounds | UnsupportedStep] = {
-                key: passes.bounds_of(setup, one)
-                for (key, setup), one in zip(by_update.items(), seconds, strict=True)
+                key: passes.bounds_of(setup, candidate)
+                for (key, setup), candidate in zip(by_update.items(), seconds, strict=True)
             }
             bounds |= {number: (by_key | refused)[update_key(setups[number])] for number in numbers}
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
@@ -162,8 +166,10 @@ class LowerBounds:
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
-            asked = with_update_of(shallow.setup, setup)
-            update = parts_of(asked).rehearse_update(shallow.job, asked, self.policy, gradients)
+            shallow_setup = with_update_of(shallow.setup, setup)
+            update = parts_of(shallow_setup).rehearse_update(
+                shallow.job, shallow_setup, self.policy, gradients
+            )
             self._updates[key] = update_of(update)
         return self._updates[key]
 
@@ -188,8 +194,8 @@ class LowerBounds:
         one sample is simulated."""
         key = (adapters_key(setup), shallow.layers)
         if key not in self._gradients:
-            one = replace(shallow.job, batch_size=1)
-            passes = rehearse_sizes(one, shallow.setup, self.policy, (), whole=True)
+            single = replace(shallow.job, batch_size=1)
+            passes = rehearse_sizes(single, shallow.setup, self.policy, (), whole=True)
             self._gradients[key] = passes.gradients
         return self._gradients[key]
 
@@ -245,8 +251,8 @@ class _PassesBounds:
                 parts.refuse(setup, len(profile.first.waits) + len(profile.further.waits))
             for shallow in self.update_fit.depths:
                 self.bounds.update(setup, shallow)
-        except UnsupportedStep as why:
-            return why
+        except UnsupportedStep as reason:
+            return reason
         return None
 
     # ---- bytes -------------------------------------------------------------------------------------------
@@ -284,8 +290,8 @@ class _PassesBounds:
         compiled.
         """
         left_bytes = [
-            sum(n for name, n in one.kept_bytes.items() if lowered_kinds().is_left(name))
-            for one in self._profiles(setup)
+            sum(n for name, n in profile.kept_bytes.items() if lowered_kinds().is_left(name))
+            for profile in self._profiles(setup)
         ]
         return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
 
@@ -377,7 +383,7 @@ class _PassesBounds:
         if key not in self._device_s:
             profiles = self._profiles(setup)
             first, further = (
-                line(self.fit, [part(self._under(setup, getattr(one, name))) for one in profiles])
+                line(self.fit, [part(self._under(setup, getattr(profile, name))) for profile in profiles])
                 for name in ("first", "further")
             )
             # Each further micro-batch takes equal seconds, since the gradients exist by then.
@@ -419,7 +425,7 @@ class _PassesBounds:
         profiles = self._profiles(setup)
         first = at_depth([profile.first for profile in profiles])
         further = at_depth([profile.further for profile in profiles])
-        updates = [self.bounds.update_segments(one, self.update_fit, timer) for one in setups]
+        updates = [self.bounds.update_segments(candidate, self.update_fit, timer) for candidate in setups]
         seconds: dict[int, Sequence[float]] = {}
         if first is None or further is None:
             return seconds
@@ -452,8 +458,11 @@ class _PassesBounds:
         key = timing_key(setup), id(work)
         if key not in self._works:
             changed = kernels_under(setup, work.kernels)
-            asked = work if changed is work.kernels else work._replace(kernels=changed)
-            self._works[key] = work, asked  # by id; the entry keeps the work alive, so its id stays unique
+            changed_work = work if changed is work.kernels else work._replace(kernels=changed)
+            self._works[key] = (
+                work,
+                changed_work,
+            )  # by id; the entry keeps the work alive, so its id stays unique
         return self._works[key][1]
 
 

@@ -87,8 +87,8 @@ def left_by_lowering(work: Work) -> Work:
     """
     is_left = lowered_kinds().is_left
     kernels = (
-        one
-        for one in work.kernels
-        if is_left(one.operator) or without_layer_numbers(one.module) == one.module
+        kernel
+        for kernel in work.kernels
+        if is_left(kernel.operator) or without_layer_numbers(kernel.module) == kernel.module
     )
     return Work(tuple(kernels), ())

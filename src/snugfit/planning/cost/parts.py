@@ -165,13 +165,13 @@ class Parts:
             if timing not in seconds:
                 timed = trace_under(setup, traces[key])
                 share = self.startup.of(setup, timed).share
-                seconds[timing] = [one + share for one in self.timer(timed)]
+                seconds[timing] = [kernel_seconds + share for kernel_seconds in self.timer(timed)]
             bounds.append(tuple(map(Bound, needed[key], seconds[timing])))
         return bounds
 
     # ---- exact figures -----------------------------------------------------------------------------------
 
-    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
+    def evaluate(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
         """Return the exact bytes and seconds of these Setups on each GPU.
 
         They have the same trace, and differ only in allocator, fp32 precision and data loading.
@@ -213,18 +213,18 @@ class Parts:
             return seconds_of(self.timer, micro_batch_works(trace, setup.micro_batches))
         return self.timer(trace)
 
-    def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
+    def whole(self, setups_by_gpus: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
         """Return the exact bytes and seconds of these Setups on the given GPUs, each by a full simulation for
         that GPU. The Setups have the same trace. GPUs that run the same kernels may differ in the sizes of
         workspaces and temporary buffers. One simulation serves all GPUs with the same number of buffers.
         """
-        policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
+        policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in setups_by_gpus for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
-        traces = self._own_traces(asked[0][0], [first, *further])
+        traces = self._own_traces(setups_by_gpus[0][0], [first, *further])
         peaks: dict[tuple[int, bool], AllocatorPeaks] = {}
         contexts = self._contexts(traces[first])
         answers = []
-        for setup, gpus in asked:
+        for setup, gpus in setups_by_gpus:
             trace, expandable = trace_under(setup, traces[first]), setup.expandable_segments
             startup, seconds = self.startup.of(setup, trace), self.timer(trace)
             figures = []
@@ -233,8 +233,8 @@ class Parts:
                 if (id(own), expandable) not in peaks:
                     peaks[id(own), expandable] = _peaks_of(own, expandable=expandable)
                 replays = _Replays(own, {expandable: peaks[id(own), expandable]})
-                one = _figures(replays, setup, contexts[gpu], seconds[gpu], startup)
-                figures.append(one._replace(peak_seconds=self._peak_seconds(gpu, trace)))
+                result = _figures(replays, setup, contexts[gpu], seconds[gpu], startup)
+                figures.append(result._replace(peak_seconds=self._peak_seconds(gpu, trace)))
             answers.append(figures)
         return answers
 
@@ -274,10 +274,10 @@ class Parts:
         device = self.gpus[gpu]
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
-    def predict(self, recipe: Recipe, how: Mapping[str, Any], gpu: int = 0) -> Prediction:
-        """Simulate this recipe in full for one GPU, and return the prediction. `how` are further arguments of
-        `predict`."""
-        return predict(self.job, recipe, gpu=self.gpus[gpu], **how)
+    def predict(self, recipe: Recipe, options: Mapping[str, Any], gpu: int = 0) -> Prediction:
+        """Simulate this recipe in full for one GPU, and return the prediction. `options` are further
+        arguments of `predict`."""
+        return predict(self.job, recipe, gpu=self.gpus[gpu], **options)
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
         """Simulate this recipe in full for one GPU, and compare the bytes with `figures`. Return the
@@ -316,9 +316,9 @@ class Parts:
             # the first step of compiled layers times their kernels, and a second step does not
             is_short = setup.lowering is None and self._second_step_is_redundant(setup)
             record = short_passes if is_short else rehearse_passes
-            asked = self.job, setup, self.policy
-            few = passes_from_few_layers(*asked, record) if self.shallow_jobs.few else None
-            part = record(*asked) if few is None else few
+            arguments = self.job, setup, self.policy
+            few = passes_from_few_layers(*arguments, record) if self.shallow_jobs.few else None
+            part = record(*arguments) if few is None else few
             return write_out(part) if is_short else part
 
         samples = setup.per_piece(self.job.batch_size)

@@ -30,7 +30,7 @@ def load_ahead(
     """
     modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
-        start_fork_server(modules, for_what=(job, gpus, timer))
+        start_fork_server(modules, worker_object=(job, gpus, timer))
 
 
 @contextmanager

@@ -72,8 +72,8 @@ class Requests:
         """
         left: Counter[int] = Counter()
         for some, times in self.recorded[-1]:
-            for stack, what in some:
-                left[stack] += (times if what > 0 else -times) if stack >= 0 else 0
+            for stack, action in some:
+                left[stack] += (times if action > 0 else -times) if stack >= 0 else 0
         return self.steps > 1 and not any(left.values())
 
     def _of(self, moves: Iterable[Any]) -> list[Request]:
@@ -87,8 +87,8 @@ class Requests:
                 request = known.get(id(move))
                 if request is None:
                     number = stacks.setdefault(move.stack, len(stacks))
-                    what = move.nbytes if kind is Alloc else -1 - move.stack_distance
-                    request = known[id(move)] = number, what
+                    action = move.nbytes if kind is Alloc else -1 - move.stack_distance
+                    request = known[id(move)] = number, action
                 requests.append(request)
             elif kind is PhaseStart:
                 self._phase = move.phase
@@ -125,15 +125,15 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
 
     def replay(some: Sequence[Request]) -> None:
         allocate, release = allocator.allocate, allocator.release
-        for stack, what in some:
-            if what is MarkKind.CACHE_EMPTIED:
+        for stack, action in some:
+            if action is MarkKind.CACHE_EMPTIED:
                 allocator.empty_cache()
             elif stack < 0:
-                actions.pop(what, _nothing)()
-            elif what > 0:
-                stacks[stack].append(allocate(what, memory[stack]))
+                actions.pop(action, _nothing)()
+            elif action > 0:
+                stacks[stack].append(allocate(action, memory[stack]))
             else:
-                release(stacks[stack].pop(what))
+                release(stacks[stack].pop(action))
 
     def replay_step(pieces: Sequence[tuple[Sequence[Request], int]]) -> None:
         for some, times in pieces:

@@ -54,7 +54,7 @@ class ShallowJobs:
         """
         depth = self.depth(setup)
         if depth is not None and self.few:
-            asked, repeats, alike = periodic_setup(setup, depth.layers)
+            periodic, repeats, alike = periodic_setup(setup, depth.layers)
             further = (period(setup, depth.layers) for period in hooks("layer_period"))
             period = math.lcm(depth.period, repeats, *further)
             whole_periods = math.ceil(FEWEST * alike / period) * period
@@ -62,7 +62,7 @@ class ShallowJobs:
             least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
                 return [
-                    ShallowJob(depth.shallower(self.job, layers), asked, layers)
+                    ShallowJob(depth.shallower(self.job, layers), periodic, layers)
                     for layers in (least, least + period)
                 ]
         return [ShallowJob(self.job, setup, self.layers(setup))]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.splice import Part, record_passes, rehearse_passes
-from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, PhaseStart, RelativeTrace, TraceEvent
 from snugfit.rehearsal.trace.repeat import micro_batch_starts, split_steps
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
 
@@ -56,7 +56,7 @@ def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
 def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
     """Return a recording as a tuple for comparisons, without the kernels and waits of its first step. No
     trace contains these."""
-    moves: list[Move] = []
+    moves: list[TraceEvent] = []
     step = -1
     for move in part.trace.moves:
         if isinstance(move, PhaseStart):
@@ -78,7 +78,7 @@ def _write_out(relative: RelativeTrace) -> RelativeTrace:
     return replace(relative, moves=(*build, *first, *second, *rest))
 
 
-def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
+def _with_a_third(moves: Sequence[TraceEvent]) -> Sequence[TraceEvent]:
     """Return the events of a step with the second of two micro-batches repeated; a step with a single
     micro-batch stays unchanged.
     """
@@ -93,7 +93,7 @@ def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
     return [*moves[:last], *moves[starts[1] : last], *moves[last:]]
 
 
-def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
+def _again(build: Sequence[TraceEvent], step: Sequence[TraceEvent]) -> list[TraceEvent]:
     """Return the events (allocations, frees, kernels) of the step after this one. Permanent allocations of
     this step are not repeated, nor are frees of model tensors that it replaced.
     """
@@ -106,7 +106,7 @@ def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
     mapping |= {block: second.alloc(first.allocs[block]) for block in sorted(lasting)}
     for block in sorted(gone):
         second.free_of(mapping[block])
-    moves: list[Move] = []
+    moves: list[TraceEvent] = []
     makers: set[str] = set()  # of the next kernel: operators of permanent blocks, "" for others
     left_out: list[Kernel] = []  # since the last retained kernel
     replaced = 0  # number of the model's tensors, since the last retained kernel
@@ -140,11 +140,11 @@ def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -
     """
     if not left_out:
         return kernel
-    counts = {name: sum(getattr(one, name) for one in (*left_out, kernel)) for name in SINCE_THE_LAST}
+    counts = {name: sum(getattr(counted, name) for counted in (*left_out, kernel)) for name in SINCE_THE_LAST}
     return kernel._replace(**counts | {"views": counts["views"] - replaced})
 
 
-def _block_of(move: Move, live: LiveSet) -> int:
+def _block_of(move: TraceEvent, live: LiveSet) -> int:
     """Return the number of the memory block that this event allocates or frees; -1 for other events."""
     if type(move) is Alloc:
         return live.alloc(move)

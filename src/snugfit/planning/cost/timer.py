@@ -206,12 +206,12 @@ class GpuTimers:
         number = self._numbers.get(kernel)
         if number is None:
             # The seconds of a kernel do not depend on its module.
-            alike = kernel._replace(module="")
-            if alike not in self._numbers:
-                self._numbers[alike] = self._rows
-                self._add_row(self._rows, alike)
+            without_module = kernel._replace(module="")
+            if without_module not in self._numbers:
+                self._numbers[without_module] = self._rows
+                self._add_row(self._rows, without_module)
                 self._rows += 1
-            number = self._numbers[kernel] = self._numbers[alike]
+            number = self._numbers[kernel] = self._numbers[without_module]
         self._by_id[id(kernel)] = kernel, number
         return number
 

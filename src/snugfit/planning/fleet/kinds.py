@@ -61,8 +61,8 @@ def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
     policy_for(gpu, Software())
     if gpu.memory_bytes is None:
         raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
-    if why := fixed.too_new(gpu.compute_capability):
-        raise GpuError(f"{gpu.name}: {why}")
+    if reason := fixed.too_new(gpu.compute_capability):
+        raise GpuError(f"{gpu.name}: {reason}")
 
 
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
@@ -115,11 +115,11 @@ def search_kinds(
         rest = f", then about {left:.0f} s more" if left else ""
         head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "
 
-        def tell_this(what: str) -> None:
+        def tell_this(message: str) -> None:
             # A search in another thread can be ended only when it reports its progress.
             if stopped.is_set():
                 raise _SearchStopped
-            tell(f"{head}{what}{rest}")
+            tell(f"{head}{message}{rest}")
 
         return tell_this
 

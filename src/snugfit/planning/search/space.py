@@ -236,12 +236,12 @@ def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
     """Yield the refused techniques with their reasons; settings of one technique with the same reason are
     listed together.
     """
-    whats: dict[tuple[str, str], list[Objection]] = defaultdict(list)
+    by_reason: dict[tuple[str, str], list[Objection]] = defaultdict(list)
     for objection in objections:
-        whats[objection.technique.partition("(")[0], objection.why].append(objection)
-    for (_, why), alike in whats.items():
-        what = ", ".join(objection.technique for objection in alike)
-        yield Exclusion(what=what, why=why, recipes=sum(objections[objection] for objection in alike))
+        by_reason[objection.technique.partition("(")[0], objection.reason].append(objection)
+    for (_, reason), group in by_reason.items():
+        names = ", ".join(objection.technique for objection in group)
+        yield Exclusion(what=names, why=reason, recipes=sum(objections[objection] for objection in group))
 
 
 def _offered_in(
@@ -294,7 +294,7 @@ def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -
 def _no_candidate(objections: Counter[Objection], fixed: Kept, verb: str) -> str:
     [(objection, _)] = objections.most_common(1)
     freed = ",".join(fixed.slots)
-    return f"No recipe can {verb} this. {objection.technique}: {objection.why}" + (
+    return f"No recipe can {verb} this. {objection.technique}: {objection.reason}" + (
         f" Other techniques are allowed with --free {freed}." if freed else ""
     )
 
@@ -318,23 +318,23 @@ def _choices(
             continue
         if technique.needs_several_gpus:
             excluded.append(Exclusion(what=technique.name, why="it needs several GPUs (--gpus N)"))
-        elif (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
-            excluded.append(Exclusion(what=technique.name, why=why))
+        elif (reason := _missing_on(technique, capability)) or (reason := technique.planning_objection(job)):
+            excluded.append(Exclusion(what=technique.name, why=reason))
         elif many_gpus and (technique.lowered or technique.grades(job) or not any(technique.settings(job))):
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
-            why = f"plans for many GPUs include it only on request (--keep '{word}')"
-            excluded.append(Exclusion(what=technique.name, why=why))
+            reason = f"plans for many GPUs include it only on request (--keep '{word}')"
+            excluded.append(Exclusion(what=technique.name, why=reason))
         elif degrees.index(own := technique.fidelity_for(job)) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[own]))
         elif settings := dict.fromkeys(technique.settings(job)):
             if not technique.grades(job):
                 yield from settings
         else:
-            why = (
+            reason = (
                 f"a plan searches a technique with finer settings instead (--keep "
                 f"'{technique.name}' plans with it)"
             )
-            excluded.append(Exclusion(what=technique.name, why=why))
+            excluded.append(Exclusion(what=technique.name, why=reason))
 
 
 def _best_settings(
@@ -350,8 +350,8 @@ def _best_settings(
     best = [technique for technique in choices if better[technique] == technique]
     for other in best:
         if rest := [str(technique) for technique in choices if better[technique] == other != technique]:
-            why = f"never faster or smaller than {other} (--keep '{rest[0]}' plans with it)"
-            excluded.append(Exclusion(what=", ".join(rest), why=why))
+            reason = f"never faster or smaller than {other} (--keep '{rest[0]}' plans with it)"
+            excluded.append(Exclusion(what=", ".join(rest), why=reason))
     return best
 
 
@@ -384,7 +384,7 @@ class Objection(NamedTuple):
 
     technique: str
     """Technique that cannot be combined, as text such as `lora(r=8)`."""
-    why: str
+    reason: str
 
 
 class _PendingObjection(NamedTuple):
@@ -480,14 +480,14 @@ class Combinations:
                 still_open.append(question)
                 continue
             try:
-                why = question.ask(question.technique, recipe)
+                reason = question.ask(question.technique, recipe)
             except _NotYetFilledError as lacking:
                 # The check is repeated once the slot on which it depends has a technique.
                 still_open.append(question._replace(waits_for=lacking.position))
                 continue
-            if why:
+            if reason:
                 # The objection excludes every combination that begins with these techniques.
-                self.objections[Objection(str(question.technique), why)] += self._following[last]
+                self.objections[Objection(str(question.technique), reason)] += self._following[last]
                 return None
         return tuple(still_open)
 

@@ -54,11 +54,19 @@ def attention_by(
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         # A compiled backward pass follows even if no operand requires a gradient.
-        asked = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        needs_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in (query, key, value))
         # Keys and values with as many heads as the query need no groups.
         grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
         operands = Operands(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=trains or asked
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            grouped,
+            needs_grad=trains or needs_grad,
         )
         choice = policy.choose_attention(operands)
         note(choice)

@@ -110,7 +110,9 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
     if before[: len(BACKENDS)] in ([BACKENDS[name] for name in names] for names in usual):
         numbers = [BACKENDS[name] for name in order]
         # Other attention kernels of torch follow in their previous order.
-        torch._C._set_sdp_priority_order([*numbers, *(one for one in before if one not in numbers)])
+        torch._C._set_sdp_priority_order(
+            [*numbers, *(backend for backend in before if backend not in numbers)]
+        )
     try:
         yield
     finally:

@@ -79,7 +79,7 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
 
 
 @contextlib.contextmanager
-def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
+def simulated_programs(doubt: Callable[[str], None]) -> Iterator[None]:
     """Context in which compiled code runs uncompiled and transformers' functions run their own PyTorch code,
     each with a warning."""
     from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the original
@@ -127,7 +127,7 @@ def is_compiled(module: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
-def kernels_asked_for(model: nn.Module) -> Iterator[str]:
+def missing_kernel_packages(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each package of faster kernels that this model's source files look for."""
     from importlib.util import find_spec
 
@@ -171,8 +171,8 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
     ) -> Any:
         # A compiled function creates the blocks without the whole mask, so one element with the mask's shape
         # represents it.
-        truth = torch.empty(1, dtype=torch.bool, device=device)
-        return truth.expand(batch or 1, heads or 1, rows, columns)
+        scalar = torch.empty(1, dtype=torch.bool, device=device)
+        return scalar.expand(batch or 1, heads or 1, rows, columns)
 
     def convert(mask: Any, Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, *_: Any, **__: Any) -> Any:
         blocks = -(-mask.size(2) // Q_BLOCK_SIZE), -(-mask.size(3) // KV_BLOCK_SIZE)

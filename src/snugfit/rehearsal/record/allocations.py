@@ -156,9 +156,9 @@ class Allocations:
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def allocating(self, where: Memory) -> Iterator[None]:
+    def allocating(self, memory: Memory) -> Iterator[None]:
         """Context in which storages are allocated from this memory, such as the pool of CUDA graphs."""
-        before, self._from = self._from, where
+        before, self._from = self._from, memory
         try:
             yield
         finally:

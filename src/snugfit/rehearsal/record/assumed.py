@@ -90,7 +90,7 @@ def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int
     """
     # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)
-    dims = [one for one in args[at : at + 1] if type(one) is int]
+    dims = [argument for argument in args[at : at + 1] if type(argument) is int]
     chosen_from = args[0]
     # Without `dim`, these return an index into the flattened tensor.
     if not dims and func in (aten.argmax.default, aten.argmin.default):

@@ -50,7 +50,10 @@ class AssumedFloat(float):
         # A numpy float could not report later decisions, so the conversion itself is reported as one.
         self._decides()
         # `float(one)` would call the replaced `__float__` and report a second time.
-        plain = [float.__add__(one, 0.0) if isinstance(one, AssumedFloat) else one for one in operands]
+        plain = [
+            float.__add__(operand, 0.0) if isinstance(operand, AssumedFloat) else operand
+            for operand in operands
+        ]
         return getattr(function, method)(*plain, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:

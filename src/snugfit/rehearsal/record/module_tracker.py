@@ -170,5 +170,5 @@ class ModuleTracker:
 
 
 def _is_counted(function: type[Any]) -> bool:
-    where = function.__module__
-    return where.startswith(_COUNTED) or not where.startswith(_NO_LIBRARY)
+    module = function.__module__
+    return module.startswith(_COUNTED) or not module.startswith(_NO_LIBRARY)

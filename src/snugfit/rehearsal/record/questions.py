@@ -37,7 +37,7 @@ LARGEST = 2**27
 """Largest operand, in elements, with which a data-dependent operator runs on the CPU."""
 
 
-class Questions:
+class ValueReads:
     """Compute results for a model's reads of tensor values in one simulated run, such as `.item()`.
 
     `wait` is called if the host waits for the device. `doubt` is called with each sentence about an
@@ -61,7 +61,7 @@ class Questions:
         self.answers: list[list[Hashable]] = [[]]
         """Exact results of the model's reads of tensor values, in order; one list per micro-batch."""
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def read_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that reads a tensor's value, or NotImplemented for a copy within
         one device.
         """
@@ -183,13 +183,15 @@ class Questions:
             count = int(mask.sum())
             self._note_answer((count,), assumptions)
             return args[0].new_empty(count)
-        operands = [self._operand(one, assumptions, func) for one in args]
-        keywords = {name: self._operand(one, assumptions, func) for name, one in kwargs.items()}
+        operands = [self._operand(argument, assumptions, func) for argument in args]
+        keywords = {name: self._operand(argument, assumptions, func) for name, argument in kwargs.items()}
         results = func(*operands, **keywords)
-        self._note_answer(tuple(tuple(one.shape) for one in tensors_in(results)), assumptions)
+        self._note_answer(tuple(tuple(tensor.shape) for tensor in tensors_in(results)), assumptions)
         on_meta = [
-            self._on_meta(one, None if one.is_floating_point() and assumptions else one, assumptions)
-            for one in tensors_in(results)
+            self._on_meta(
+                argument, None if argument.is_floating_point() and assumptions else argument, assumptions
+            )
+            for argument in tensors_in(results)
         ]
         return on_meta[0] if isinstance(results, torch.Tensor) else type(results)(on_meta)
 
@@ -231,7 +233,7 @@ class Questions:
         return tensor
 
     def _log(self, answer: Hashable) -> None:
-        if CodeLine.asking() is not None:
+        if CodeLine.of_stack() is not None:
             self.answers[-1].append(answer)
 
     def _note_answer(self, answer: Hashable, assumptions: list[Assumption]) -> None:
@@ -263,7 +265,7 @@ class Questions:
         if deferred:
             self._deferred = True
             return
-        line = CodeLine.asking()
+        line = CodeLine.of_stack()
         # A read of the training loop (`asker.py`) changes no allocation.
         if line is None:
             return
@@ -300,7 +302,7 @@ class Questions:
 
 
 @contextlib.contextmanager
-def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
+def numbers_watched(questions: ValueReads, shadows: Shadows) -> Iterator[None]:
     """Context in which the simulation follows numbers that pass between torch and plain Python without an
     operator.
 
@@ -325,18 +327,18 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         data = _numbers_of(data) if isinstance(data, (list, tuple)) else data
         tensor: torch.Tensor = make(data, *arguments, **keywords)
-        if any(isinstance(one, AssumedFloat) for one in (data if isinstance(data, list) else [data])):
+        if any(isinstance(element, AssumedFloat) for element in (data if isinstance(data, list) else [data])):
             if not tensor.is_meta:
                 shadows.set_unsure(tensor)
         elif tensor.is_meta and not isinstance(data, torch.Tensor):
             shadows.set(tensor, make(data, dtype=tensor.dtype, device="cpu"))
         return tensor
 
-    def show_number(tensor: torch.Tensor, how: str) -> str:
+    def show_number(tensor: torch.Tensor, format_spec: str) -> str:
         if tensor.is_meta and tensor.dim() == 0:  # formatted like a tensor on a device, not on `meta`
             # On `meta`, torch prints no number; on a device it prints the value.
-            return format(tensor.detach().item(), how)
-        text: str = show(tensor, how)  # type: ignore[no-untyped-call]
+            return format(tensor.detach().item(), format_spec)
+        text: str = show(tensor, format_spec)  # type: ignore[no-untyped-call]
         return text
 
     # Otherwise a later call would cache the replaced `torch.tensor`, and the real one would no longer follow
@@ -355,10 +357,10 @@ def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
     would not see torch read these.
     """
     return [
-        _numbers_of(one)
-        if isinstance(one, (list, tuple))
-        else one.item()
-        if isinstance(one, torch.Tensor) and one.is_meta and not one.dim()
-        else one
-        for one in data
+        _numbers_of(element)
+        if isinstance(element, (list, tuple))
+        else element.item()
+        if isinstance(element, torch.Tensor) and element.is_meta and not element.dim()
+        else element
+        for element in data
     ]

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snugfit.rehearsal.device.other_programs import kernels_asked_for
+from snugfit.rehearsal.device.other_programs import missing_kernel_packages
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.asker import lists_in_index
-from snugfit.rehearsal.record.copies import copies_heard
+from snugfit.rehearsal.record.copies import copies_recorded
 from snugfit.rehearsal.record.kernels import (
     CONTRACTIONS,
     MATRICES,
@@ -36,7 +36,7 @@ from snugfit.rehearsal.record.kernels import (
     releases_context,
 )
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
-from snugfit.rehearsal.record.questions import Questions, numbers_watched
+from snugfit.rehearsal.record.questions import ValueReads, numbers_watched
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import (
@@ -86,10 +86,10 @@ class Recorder(TorchDispatchMode, Observer):
         """Number of the rank (process) that is simulated; None for the rank with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
-        self._questions = Questions(
+        self._questions = ValueReads(
             self._shadows,
             wait=self.wait,
-            doubt=self.doubt,
+            doubt=self.warn,
             call=lambda: self._modules.call,
             hides_masks=hides_masks,
         )
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._undo.enter_context(self._modules.follow())
         self._undo.enter_context(numbers_watched(self._questions, self._shadows))
-        self._undo.enter_context(copies_heard(self._add_to_last_step, self.wait))
+        self._undo.enter_context(copies_recorded(self._add_to_last_step, self.wait))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode, Observer):
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
         blocks = self.memory.blocks(phases)
         if self._questions.vary and _last_steps_differ(blocks, self.steps):
-            self.doubt(STEPS_DIFFER)
+            self.warn(STEPS_DIFFER)
         # The other marks are needed only to split the run into relative events (`trace/relative.py`).
         lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
         trace = Trace(
@@ -219,8 +219,8 @@ class Recorder(TorchDispatchMode, Observer):
         """
         self._optimizer = optimizer
         self._modules.name_modules(model)
-        for sentence in kernels_asked_for(model):
-            self.doubt(sentence)
+        for sentence in missing_kernel_packages(model):
+            self.warn(sentence)
         for name, module in model.named_modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode, Observer):
         """Return the current phase of the recorded step."""
         return self._phase
 
-    def doubt(self, sentence: str) -> None:
+    def warn(self, sentence: str) -> None:
         """Add a warning about an assumption to the trace; equal warnings are added once."""
         self._doubts[sentence] = None
 
@@ -257,8 +257,8 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _claim_states(self) -> None:
         states = self._optimizer.state.items() if self._optimizer else ()
-        trained = (one for one in self._owners if one.requires_grad)  # optimizers take attributes over
-        for parameter, state in (*states, *((one, vars(one)) for one in trained)):
+        trained = (owner for owner in self._owners if owner.requires_grad)  # optimizers take attributes over
+        for parameter, state in (*states, *((owner, vars(owner)) for owner in trained)):
             for value in state.values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
@@ -289,7 +289,7 @@ class Recorder(TorchDispatchMode, Observer):
             and (answer := self.host.copy_out(func, args, kwargs)) is not NotImplemented
         ):
             return answer
-        if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
+        if operator.asks and (answer := self._questions.read_value(func, args, kwargs)) is not NotImplemented:
             return answer
         # Under an active mode, autograd adds gradients out of place. A device adds into the first one.
         in_place = not kwargs and self._phase == "backward" and self._writes_in_place(func, args)
@@ -379,16 +379,16 @@ class Recorder(TorchDispatchMode, Observer):
         indices: list[torch.Tensor | None] = list(args[1])
         self._read_lists(indices)
         writes_number = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
-        if writes_number and all(one is None or one.dtype is torch.bool for one in indices):
+        if writes_number and all(tensor is None or tensor.dtype is torch.bool for tensor in indices):
             return indices
         numbers: list[torch.Tensor | None] = []
-        for one in indices:
-            if one is None or one.dtype not in (torch.bool, torch.uint8):
-                numbers.append(one)
+        for tensor in indices:
+            if tensor is None or tensor.dtype not in (torch.bool, torch.uint8):
+                numbers.append(tensor)
                 continue
             # The call goes through the dispatch, so that the kernel and the wait of `nonzero` are recorded.
-            where = self.__torch_dispatch__(aten.nonzero.default, (), (one,))
-            selects = ((where, 1, dim) for dim in range(one.dim()))
+            nonzero = self.__torch_dispatch__(aten.nonzero.default, (), (tensor,))
+            selects = ((nonzero, 1, dim) for dim in range(tensor.dim()))
             numbers += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
         return numbers
 
@@ -397,14 +397,18 @@ class Recorder(TorchDispatchMode, Observer):
         match.
         """
         unknown = [
-            one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
+            tensor
+            for tensor in indices
+            if tensor is not None and tensor.is_meta and self._shadows.of(tensor) is None
         ]
         values = [torch.tensor(numbers, device="cpu") for numbers in lists_in_index()] if unknown else []
         # The source shows lists in order, without the index that each one belongs to.
-        if [(one.shape, one.dtype) for one in unknown] == [(value.shape, value.dtype) for value in values]:
-            for one, value in zip(unknown, values, strict=True):
-                self.memory.add_outputs("aten::index", one)
-                self._shadows.set(one, value)
+        if [(tensor.shape, tensor.dtype) for tensor in unknown] == [
+            (value.shape, value.dtype) for value in values
+        ]:
+            for tensor, value in zip(unknown, values, strict=True):
+                self.memory.add_outputs("aten::index", tensor)
+                self._shadows.set(tensor, value)
 
     def _run(
         self,
@@ -431,7 +435,7 @@ class Recorder(TorchDispatchMode, Observer):
         """Record the kernel of an operator. If the operator copies from the host, record it as a copy."""
         if self.host is not None and self.host.copies_back(func, args, kwargs):
             # The last tensor argument is the source of the copy; its bytes are read and written.
-            source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
+            source = next(argument for argument in reversed(args) if isinstance(argument, torch.Tensor))
             self._add_kernel(STAGE_BACK, cost._replace(nbytes=2 * source.nbytes))
         else:
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
@@ -566,7 +570,8 @@ def _holds_tensors(kind: type[Any]) -> bool:
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
     """Return True if the last two steps allocate different bytes, although both have all optimizer states."""
     by_step = [
-        Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
+        Counter((block.operator, block.nbytes) for block in blocks if block.step == step)
+        for step in range(steps)
     ]
     # With two steps, the first has no optimizer states yet, so they always differ.
     return steps > 2 and by_step[-1] != by_step[-2]

@@ -178,8 +178,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from tensors_in(one)
+        for entry in value:
+            yield from tensors_in(entry)
 
 
 def values_of(noted: Any) -> Any:
@@ -189,9 +189,9 @@ def values_of(noted: Any) -> Any:
     if isinstance(noted, (View, HostValue)):
         return noted.tensor()
     if isinstance(noted, (tuple, list)):
-        return type(noted)([values_of(one) for one in noted])
+        return type(noted)([values_of(entry) for entry in noted])
     if isinstance(noted, dict):
-        return {name: values_of(one) for name, one in noted.items()}
+        return {name: values_of(entry) for name, entry in noted.items()}
     return noted
 
 
@@ -199,8 +199,8 @@ def _views(noted: Any) -> Iterator[View]:
     if isinstance(noted, View):
         yield noted
     elif isinstance(noted, (tuple, list)):
-        for one in noted:
-            yield from _views(one)
+        for entry in noted:
+            yield from _views(entry)
     elif isinstance(noted, dict):
         yield from _views(list(noted.values()))
 

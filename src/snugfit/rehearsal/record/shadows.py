@@ -129,8 +129,12 @@ class Shadows:
             return False
         unsure, assumed = self.unsure, self.assumed_numbers
         return any(
-            not one.is_meta and one.untyped_storage()._cdata in unsure for one in tensors_in(operands)
-        ) or (type(operands) is tuple and any(type(one) is float and one in assumed for one in operands))
+            not tensor.is_meta and tensor.untyped_storage()._cdata in unsure
+            for tensor in tensors_in(operands)
+        ) or (
+            type(operands) is tuple
+            and any(type(operand) is float and operand in assumed for operand in operands)
+        )
 
     def _forget_all(self, operands: Sequence[Any]) -> None:
         for operand in operands:
@@ -250,9 +254,9 @@ class Shadows:
                 raise NotFollowed
             return View(shadow, Geometry.of(operands))
         if isinstance(operands, (tuple, list)):
-            return type(operands)([self._note(one) for one in operands])
+            return type(operands)([self._note(operand) for operand in operands])
         if isinstance(operands, dict):
-            return {name: self._note(one) for name, one in operands.items()}
+            return {name: self._note(operand) for name, operand in operands.items()}
         # The number came from an assumed value through `.item()`, so the result is unknown.
         if isinstance(operands, float) and operands in self.assumed_numbers:
             raise NotFollowed

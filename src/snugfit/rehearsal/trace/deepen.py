@@ -21,9 +21,9 @@ from snugfit.rehearsal.trace.relative import (
     Alloc,
     Free,
     LiveSet,
-    Move,
     PhaseStart,
     RelativeTrace,
+    TraceEvent,
     without_layer_numbers,
 )
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
@@ -52,7 +52,7 @@ def deepen(
     written = _Written(known[0] ^ known[1])
     for before, after in zip(few, more, strict=True):
         grown = grow(_entries(before, written.grows), _entries(after, written.grows), periods)
-        if grown is None or not all(written.add(after[one.like], one) for one in grown):
+        if grown is None or not all(written.add(after[entry.like], entry) for entry in grown):
             return None
     return replace(deeper, moves=tuple(written.moves()))
 
@@ -223,7 +223,7 @@ class _Written:
         self.grows = grows
         self._shared: dict[int, _CopiedProperties] = {}
         """Cached properties of the small model's events, by the event's id."""
-        self._written: list[int | Move] = []
+        self._written: list[int | TraceEvent] = []
         """Events of the full model; a free is stored as the number of its block."""
         self._allocs: list[int] = []
         """Index in `_written` of each block's allocation."""
@@ -290,7 +290,7 @@ class _Written:
         self._written.append(number)
         return True
 
-    def moves(self) -> Iterator[Move]:
+    def moves(self) -> Iterator[TraceEvent]:
         """Yield all events of the full model, each free with the position of its memory block."""
         live = LiveSet()
         for move in self._written:

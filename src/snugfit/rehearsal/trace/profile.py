@@ -126,8 +126,8 @@ def _peaks(trace: Trace, live: Sequence[int], lasting: Set[int], start: int, end
     for at in range(start, end):
         if (event := trace.events[at]) > 0 and event not in lasting:
             block = trace.blocks[event - 1]
-            where = f"{block.phase} {without_layer_numbers(block.module)}"
-            peaks[where] = max(peaks[where], live[at])
+            peak_key = f"{block.phase} {without_layer_numbers(block.module)}"
+            peaks[peak_key] = max(peaks[peak_key], live[at])
     return dict(peaks)
 
 

@@ -93,7 +93,7 @@ class PhaseStart(NamedTuple):
     phase: str
 
 
-Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
+TraceEvent = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
 """Type of an event in a `RelativeTrace`: allocation, free, kernel, wait, start of a phase, or another mark.
 """
 
@@ -124,7 +124,7 @@ class RelativeTrace:
     among live blocks.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[TraceEvent, ...]
     attention: tuple[str, ...]
     """Names of the attention kernels that the run uses."""
     doubts: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class RelativeTrace:
         return _absolute(self)
 
 
-def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
+def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[TraceEvent]:
     live, kernels, order = LiveSet(), iter(trace.kernels), StreamKernels()
     start = 0
     for end, step, phase, kind in marks:
@@ -170,7 +170,9 @@ def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
     yield from _moves_between(trace, start, len(trace.events), live, order)
 
 
-def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: StreamKernels) -> Iterator[Move]:
+def _moves_between(
+    trace: Trace, start: int, end: int, live: LiveSet, order: StreamKernels
+) -> Iterator[TraceEvent]:
     streams, awaited, of_graphs = trace.streams, trace.awaited, trace.of_graphs
     for event in trace.events[start:end]:
         if event > 0:
@@ -257,7 +259,7 @@ class LiveSet:
         del blocks[at]
         return Free(stack, len(blocks) - at)
 
-    def follow(self, moves: Iterable[Move]) -> range:
+    def follow(self, moves: Iterable[TraceEvent]) -> range:
         """Apply the allocations and frees among these events. Return the numbers of the allocated blocks."""
         first = len(self.allocs)
         for move in moves:
@@ -279,7 +281,7 @@ class TraceWriter:
     may occur.
     """
 
-    def __init__(self, moves: Iterable[Move]) -> None:
+    def __init__(self, moves: Iterable[TraceEvent]) -> None:
         self._blocks: list[Block] = []
         self._events: list[int] = []
         self._marks: list[Mark] = []
@@ -293,7 +295,7 @@ class TraceWriter:
         self._step, self._phase, self._released = -1, "", False
         self._is_plain = all(map(_is_plain, moves))
 
-    def follow(self, moves: Iterable[Move], step: int | None = None) -> None:
+    def follow(self, moves: Iterable[TraceEvent], step: int | None = None) -> None:
         """Append these relative events to the trace; `step` replaces the step of their phases if it is given.
         Raise `LookupError` if an event frees a block that is not live.
         """
@@ -339,7 +341,7 @@ class TraceWriter:
             else:
                 last.follow(move, len(events), ordered=not self._is_plain)
 
-    def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
+    def follow_times(self, moves: Sequence[TraceEvent], times: int, step: int) -> None:
         """Append these relative events `times` times to the trace. Once a repetition begins and ends with the
         same live blocks, further copies only increase block numbers.
         """
@@ -384,7 +386,7 @@ class TraceWriter:
             len(last.waits),
         )
 
-    def _may_shift(self, moves: Sequence[Move]) -> bool:
+    def _may_shift(self, moves: Sequence[TraceEvent]) -> bool:
         """Return True if a repetition of these events can be written as the same events with other
         identifiers of memory blocks.
         """
@@ -395,12 +397,12 @@ class TraceWriter:
             for move in moves
         )
 
-    def _live(self, moves: Sequence[Move]) -> dict[int, list[int]]:
+    def _live(self, moves: Sequence[TraceEvent]) -> dict[int, list[int]]:
         """Return the live memory blocks on the stacks that these events use."""
         stacks = {id(stack): stack for stack in map(self._stack, moves) if stack is not None}
         return {key: [*stack] for key, stack in stacks.items()}
 
-    def _stack(self, move: Move) -> list[int] | None:
+    def _stack(self, move: TraceEvent) -> list[int] | None:
         if type(move) is not Alloc and type(move) is not Free:
             return None
         stack = self._by_move.get(id(move))
@@ -420,7 +422,7 @@ class TraceWriter:
             for key, numbers in before.items()
         )
 
-    def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
+    def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[TraceEvent]) -> None:
         """Repeat the events written since these counts `times` more times, with new block numbers."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
@@ -454,7 +456,7 @@ class _TraceSize(NamedTuple):
     waits: int
 
 
-def _is_plain(move: Move) -> bool:
+def _is_plain(move: TraceEvent) -> bool:
     """Return True if this event concerns only one CUDA stream."""
     return type(move) is not StreamWait and not (type(move) is Free and move.awaited)
 
@@ -470,7 +472,7 @@ class _SteadyStep:
         self.order = StreamKernels()
         self._after: tuple[int, ...] = ()
 
-    def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
+    def follow(self, move: TraceEvent, events: int, *, ordered: bool = True) -> None:
         """Add an event to the record of the last step, after `events` allocations and frees. With `ordered`,
         kernels are indexed by stream for later waits.
         """

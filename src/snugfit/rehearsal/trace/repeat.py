@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
+from snugfit.rehearsal.trace.relative import Alloc, Free, PhaseStart, RelativeTrace, TraceEvent, TraceWriter
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
 from snugfit.step.step import SKIPPED
 
@@ -81,7 +81,7 @@ def short_run(
 class Piece(NamedTuple):
     """Consecutive events of a run, such as those of one micro-batch, and the number of their repetitions."""
 
-    moves: Sequence[Move]
+    moves: Sequence[TraceEvent]
     times: int = 1
 
 
@@ -89,12 +89,12 @@ class Piece(NamedTuple):
 class PeriodicRun:
     """Events of a long run, in which the last recorded step is repeated until there are `steps` steps."""
 
-    build: Sequence[Move]
+    build: Sequence[TraceEvent]
     """Events before the first step, such as the model's construction."""
     recorded: Sequence[Sequence[Piece]]
     """Events of the recorded steps. The last recorded step represents all later ones."""
     steps: int
-    rest: Sequence[Move]
+    rest: Sequence[TraceEvent]
     """Events after the last step."""
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
@@ -166,15 +166,15 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
 class SplitSteps(NamedTuple):
     """The events of a run, split where its steps begin."""
 
-    build: Sequence[Move]
+    build: Sequence[TraceEvent]
     """Events before the first step."""
-    steps: list[Sequence[Move]]
+    steps: list[Sequence[TraceEvent]]
     """Events of each step."""
-    rest: Sequence[Move]
+    rest: Sequence[TraceEvent]
     """Events after the last step."""
 
 
-def split_steps(moves: Sequence[Move]) -> SplitSteps:
+def split_steps(moves: Sequence[TraceEvent]) -> SplitSteps:
     """Split the events of a run where its steps begin and end."""
     first = next((at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.step == 0), 0)
     ends = [first, *(at + 1 for at, move in enumerate(moves) if move is MarkKind.STEP_END)]
@@ -182,7 +182,7 @@ def split_steps(moves: Sequence[Move]) -> SplitSteps:
     return SplitSteps(moves[:first], steps, moves[ends[-1] :])
 
 
-def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
+def micro_batch_starts(moves: Sequence[TraceEvent]) -> list[int]:
     """Return the indices at which micro-batches begin: at the load phase before a forward pass.
 
     The HF Trainer loads all micro-batches at the start of a step. Its later micro-batches begin at a forward
@@ -196,7 +196,7 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     ]
 
 
-def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
+def widen(moves: Sequence[TraceEvent], micro_batches: int) -> Sequence[Piece] | None:
     """Return the events of a step with `micro_batches` micro-batches: the last but one is repeated, or left
     out for one fewer.
 
@@ -215,7 +215,7 @@ def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
     return [Piece(moves[:before_last]), Piece(moves[before_last:last], further), Piece(moves[last:])]
 
 
-def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piece] | None:
+def _fill_skipped(moves: Sequence[TraceEvent], starts: Sequence[int]) -> Sequence[Piece] | None:
     """Return a step's events with each skipped micro-batch replaced by a copy of the last one before. Return
     None if these micro-batches do not repeat.
     """
@@ -229,7 +229,7 @@ def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piec
     return [Piece(moves[:like]), Piece(moves[like:first], 1 + len(skipped)), Piece(moves[end:])]
 
 
-def _leaves_as_many(moves: Sequence[Move]) -> bool:
+def _leaves_as_many(moves: Sequence[TraceEvent]) -> bool:
     """Return True if these events leave the number of live blocks unchanged, for each stack (blocks with
     equal properties)."""
     # Equal counts per stack suffice, since a stack identifies blocks only by their position.

@@ -40,9 +40,9 @@ def render(plans: GpuPlans, prices: Prices | None = None) -> Page:
         (Sentence(line, "good" if plans.fitting else "bad") for line in headline(plans, prices)),
         [question(plans)],
         slots_kept(plans),
-        the_run(plans, prices),
+        run_length(plans, prices),
         [table(plans, prices), *unknown(plans)],
-        looked_at(plans),
+        search_counts(plans),
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts(plans)),
     )
 
@@ -67,11 +67,11 @@ def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
         "The fastest": plans.fastest,
         "The cheapest": cheapest(plans, prices),
     }
-    for what, answer in named.items():
+    for label, answer in named.items():
         if answer and answer.choice:
-            about = _about(what, answer, prices, plans.steps)
-            about = f", {cards_like(plans, answer)}" if "smallest" in what else about
-            yield f"{what}: {answer.key}{about}, with {_figures(plans, answer, answer.choice)}."
+            about = _about(label, answer, prices, plans.steps)
+            about = f", {cards_like(plans, answer)}" if "smallest" in label else about
+            yield f"{label}: {answer.key}{about}, with {_figures(plans, answer, answer.choice)}."
 
 
 def slots_kept(plans: GpuPlans) -> Iterator[str]:
@@ -96,9 +96,9 @@ def _recipe(plans: GpuPlans) -> Recipe:
     return Recipe.parse(" + ".join(slot.techniques[0] for slot in plans.kept))
 
 
-def _about(what: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
+def _about(label: str, answer: OnGpu, prices: Prices, steps: int | None) -> str:
     costs = cost(answer, prices, steps)
-    if what == "The cheapest" and costs.per_1000_samples:
+    if label == "The cheapest" and costs.per_1000_samples:
         return (
             f" ({show_money(costs.per_1000_samples)} USD for 1,000 samples at {costs.per_hour:g} USD an hour)"
         )
@@ -112,7 +112,7 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     size = answer.gpu.marketed_gb
     if size is None:
         return show_bytes(answer.gpu.memory_bytes or 0)
-    models = dict.fromkeys(one.gpu.model for one in plans.fitting if one.gpu.marketed_gb == size)
+    models = dict.fromkeys(fitting.gpu.model for fitting in plans.fitting if fitting.gpu.marketed_gb == size)
     # English uses `an` before 8, 11, 18 and 80.
     article = "an" if str(size).startswith("8") or size in (11, 18) else "a"
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
@@ -139,7 +139,7 @@ def _nearest(plans: GpuPlans) -> str:
     return f"The nearest miss: {nearest.key} is short by {lacking} for {nearest.choice.recipe}."
 
 
-def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
+def run_length(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     """Yield a sentence on the length of the whole training run if it was given, and on GPUs
     without a price.
     """
@@ -250,8 +250,11 @@ def unknown(plans: GpuPlans) -> list[Grid]:
         if answer.why:
             reasons.setdefault(answer.why.replace(answer.gpu.name, "this GPU"), []).append(answer)
     rows = tuple(
-        (", ".join(one.key for one in alike), alike[0].why if len(alike) == 1 else why[0].upper() + why[1:])
-        for why, alike in reasons.items()
+        (
+            ", ".join(entry.key for entry in group),
+            group[0].why if len(group) == 1 else reason[0].upper() + reason[1:],
+        )
+        for reason, group in reasons.items()
     )
     return [Grid(title="Not predicted", heads=("GPU", "Why"), rows=rows)] if rows else []
 
@@ -261,17 +264,17 @@ def doubts(plans: GpuPlans) -> dict[str, None]:
     return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
-def looked_at(plans: GpuPlans) -> Iterator[str]:
+def search_counts(plans: GpuPlans) -> Iterator[str]:
     """Yield a sentence on the number of recipes that the search considered. It adds how a full simulation
     checked the best ones.
     """
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
-        judged = sum(counts.replayed for counts in plans.counts)
+        evaluated = sum(counts.replayed for counts in plans.counts)
         yield (
             f"{recipes:,} valid recipe{'s' * (recipes != 1)}. GPUs that run the same kernels were searched "
-            f"together, in {searches} search{'es' * (searches != 1)} that evaluated {judged:,} "
-            f"recipe{'s' * (judged != 1)}. Each answer includes the workspaces of its own GPU. "
+            f"together, in {searches} search{'es' * (searches != 1)} that evaluated {evaluated:,} "
+            f"recipe{'s' * (evaluated != 1)}. Each answer includes the workspaces of its own GPU. "
             f"{_agreement(plans)}".strip()
         )
 

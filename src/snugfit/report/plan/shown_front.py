@@ -51,8 +51,8 @@ def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) 
     return sorted([*rows, *near], key=order)
 
 
-def _differ(one: Choice, other: Choice) -> bool:
+def _differ(first: Choice, other: Choice) -> bool:
     return (
-        abs(one.needed_bytes - other.needed_bytes) >= APART * other.needed_bytes
-        or abs(one.step_seconds - other.step_seconds) >= APART * other.step_seconds
+        abs(first.needed_bytes - other.needed_bytes) >= APART * other.needed_bytes
+        or abs(first.step_seconds - other.step_seconds) >= APART * other.step_seconds
     )

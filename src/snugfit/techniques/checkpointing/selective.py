@@ -65,8 +65,8 @@ class Selective(Technique):
         """Yield a warning that attention with dropout is recomputed, unless the step is recorded as a CUDA
         graph and has seeded dropout.
         """
-        if why := self.planned_without(job, recipe):
-            yield f"{why}."
+        if reason := self.planned_without(job, recipe):
+            yield f"{reason}."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -47,16 +47,16 @@ def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: in
     """Return the error for a failed save. Call it after the incomplete files were removed, so that the free
     bytes in the message are right.
     """
-    room = []
+    space_text = []
     if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
-        room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
+        space_text += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
         with suppress(OSError):
             free = shutil.disk_usage(final.parent).free
-            room.append(f"{show_bytes(free)} are free")
+            space_text.append(f"{show_bytes(free)} are free")
             # EFBIG is the limit for one file, which is independent of the free disk space.
             if needed_bytes is not None and free > needed_bytes and refusal.errno != errno.EFBIG:
-                room = ["there is room for its bytes: see the quota, and the number of files (df -i)"]
-    figures = f" ({', '.join(room)})" if room else ""
+                space_text = ["there is room for its bytes: see the quota, and the number of files (df -i)"]
+    figures = f" ({', '.join(space_text)})" if space_text else ""
     return SaveFailed(f"{final} could not be saved: {reason}{figures}. Earlier checkpoints are unchanged.")
 
 

@@ -94,7 +94,7 @@ class RunProgress:
                 "rate."
             )
 
-    def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
+    def record_metric(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
         """Store an evaluation's metric; return True if it is the best so far by more than `threshold`."""
         before = self.best_metric
         # The first value counts as an improvement, unless it is NaN.

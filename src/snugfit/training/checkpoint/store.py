@@ -235,9 +235,9 @@ class Store:
         newer = [(later, folder) for later, folder in self._checkpoints() if later > step]
         return self._rename_all_aside(newer, "superseded")
 
-    def _rename_all_aside(self, checkpoints: list[tuple[int, Path]], why: str) -> list[Path]:
+    def _rename_all_aside(self, checkpoints: list[tuple[int, Path]], reason: str) -> list[Path]:
         try:
-            return [self._rename_aside(step, folder, why) for step, folder in checkpoints]
+            return [self._rename_aside(step, folder, reason) for step, folder in checkpoints]
         except OSError as refusal:
             raise SnugfitError(
                 f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), but a run "
@@ -297,13 +297,13 @@ class Store:
                 by_age.append((int(mark[2]), False, path))
         return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
-    def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
+    def _rename_aside(self, step: int, folder: Path, reason: str) -> Path:
         """Rename a checkpoint so that searches ignore it; return its new path."""
-        path = self.root / f"checkpoint-{step}.{why}"
+        path = self.root / f"checkpoint-{step}.{reason}"
         for number in itertools.count(2):
             if not os.path.lexists(path):
                 break
-            path = self.root / f"checkpoint-{step}.{why}-{number}"
+            path = self.root / f"checkpoint-{step}.{reason}-{number}"
         folder.rename(path)
         sync(self.root)
         return path

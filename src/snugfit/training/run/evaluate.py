@@ -88,10 +88,10 @@ def evaluate(
                 answers += int(valid.sum())
     finally:
         model.train(before)
-    lost, all_items, all_right, all_answers = ranks.sum_parts([lost, items, right, answers])
+    lost, all_items, correct_sum, all_answers = ranks.sum_parts([lost, items, right, answers])
     return Evaluated(
         loss=lost / all_items if all_items else math.nan,
-        accuracy=all_right / all_answers if all_answers else None,
+        accuracy=correct_sum / all_answers if all_answers else None,
     )
 
 

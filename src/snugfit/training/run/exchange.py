@@ -64,5 +64,5 @@ class StepExchange:
         own = [counts and counts * part / self.ranks.data_ranks, counts * self._own_tokens]
         total, tokens, *flags = self.ranks.sum([*own, *self._stops.flags])
         self.tokens = round(tokens)
-        self._stops.hear(flags)
+        self._stops.set_signals(flags)
         return total if self._items else math.nan

@@ -69,8 +69,8 @@ class StepRejected(SnugfitError):
     option = ""
     """Name of the run's option that chooses between stopping and skipping the step."""
 
-    def __init__(self, what: str, loss: float, norm: float | None) -> None:
-        super().__init__(f"{what}. No weight was changed.")
+    def __init__(self, cause: str, loss: float, norm: float | None) -> None:
+        super().__init__(f"{cause}. No weight was changed.")
         self.loss, self.norm = loss, norm
 
     def write(self, folder: Path, step: int, micro_batches: Sequence[Sequence[int]]) -> Path:

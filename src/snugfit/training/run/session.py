@@ -139,7 +139,7 @@ class Session:
             if mixes:
                 self._close()
         resumed = checkpoint.step if checkpoint else 0
-        self._recovery.tell(
+        self._recovery.record_change(
             ran_out.exhausted, before, chosen, ran_out.step, rank=ran_out.rank, resumed_from=resumed
         )
 
@@ -323,10 +323,10 @@ class Session:
                 better = self._run.evaluation is not None and self._evaluate()
             except EvaluationStopped:
                 self._progress.unevaluated = True
-        asked = self._stops.wants_checkpoint()
+        wants_save = self._stops.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         # The best weights must be saved now, because later steps change them.
-        if asked or due or (better and options.load_best_model_at_end):
+        if wants_save or due or (better and options.load_best_model_at_end):
             self._active.save()
         outcome = self._outcome()
         # A run must not return weights with NaN as its result.
@@ -378,7 +378,7 @@ class Session:
             after_evaluation(self._active.setup, self._active.state.model)
         progress.evaluated = asdict(evaluated)
         self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
-        return progress.judge(
+        return progress.record_metric(
             evaluated.metric(options.metric_for_best_model),
             higher_is_better=options.metric_for_best_model == "accuracy",
             threshold=options.early_stopping_threshold,
@@ -411,7 +411,7 @@ class Session:
             self._logger.ignore_retries()  # the save failed with a warning; going back costs more
             return
         self._close()
-        self._recovery.tell(exhausted, before, chosen, step + 1)
+        self._recovery.record_change(exhausted, before, chosen, step + 1)
         self._open_smaller(chosen, checkpoint, exhausted, step + 1)
 
     def _open_smaller(

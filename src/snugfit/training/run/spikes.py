@@ -57,8 +57,8 @@ class Spikes:
         ):
             self._warnings += 1
             last = " Further steps like this are not reported." if self._warnings == MOST_WARNINGS else ""
-            what = str(spike).partition(";")[0]
-            self._journal.tell("warning", text=f"Step {progress.step}: {what}.{last}")
+            description = str(spike).partition(";")[0]
+            self._journal.tell("warning", text=f"Step {progress.step}: {description}.{last}")
         progress.losses = [*progress.losses, loss][-WINDOW:]
 
     def _spike(self, loss: float, progress: RunProgress) -> LossSpike | None:

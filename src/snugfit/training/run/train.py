@@ -95,9 +95,9 @@ def train(
         with Interrupts(
             store.root if ranks.is_first else None, stop_seconds=run.options.stop_seconds
         ) as interrupts:
-            asked: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
+            arguments: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
             stops = Stops(interrupts, ranks)
-            session = Session(run, checkpoints, journal, stops, reports, **asked)
+            session = Session(run, checkpoints, journal, stops, reports, **arguments)
             try:
                 trained = session.train(
                     checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))

@@ -49,7 +49,7 @@ class Trained:
 class LastNotKept(SnugfitError):
     """Error: a run has ended, and its last checkpoint could not be saved."""
 
-    def __init__(self, why: str, trained: Trained) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, trained: Trained) -> None:
+        super().__init__(reason)
         self.trained = trained
         """Results of the run, whose last checkpoint could not be saved."""

@@ -141,7 +141,7 @@ class Compiler:
         return run
 
     def _doubt(self, setting: str, nearest: str) -> None:
-        self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
+        self._recorder.warn(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
         """Return the first recorded kernel, from index `start` on, that ran outside of compiled programs.
@@ -169,7 +169,7 @@ class Compiler:
         self._within.append(range(start, len(self._recorder.kernels)))
 
     @contextlib.contextmanager
-    def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
+    def _program(self, attention: tuple[str, ...] = (), **options: Any) -> Iterator[None]:
         """Context in which kernels are recorded as those of a compiled program; `attention` names its
         attention kernels.
         """
@@ -178,7 +178,7 @@ class Compiler:
         # Within an operator's dispatch, the program is torch's own Python code, which Dynamo compiles too.
         self._run += bool(torch._C._len_torch_dispatch_stack())
         self._notes.attention.extend(attention)
-        with self._inside(), self._recorder.program(**how):
+        with self._inside(), self._recorder.program(**options):
             yield
 
     @contextlib.contextmanager
@@ -191,10 +191,10 @@ class Compiler:
         from torch.nn.modules import module as hooked
 
         hooks = [getattr(hooked, name) for name in _HOOKS]
-        before = [dict(one) for one in hooks]
+        before = [dict(hook) for hook in hooks]
         # Dynamo would trace the global hooks of the simulation into the program.
-        for one in hooks:
-            one.clear()
+        for hook in hooks:
+            hook.clear()
         try:
             with (
                 patch.object(eval_frame, "_callback_from_stance", self._callback),
@@ -206,8 +206,8 @@ class Compiler:
             ):
                 yield
         finally:
-            for one, was in zip(hooks, before, strict=True):
-                one.update(was)
+            for hook, was in zip(hooks, before, strict=True):
+                hook.update(was)
 
     @contextlib.contextmanager
     def _autocast_of_cuda(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class Compiler:
 
         With `records` (as CUDA graphs), the function is not cached.
         """
-        with self._sizes.ask(inputs) as any_sizes:
+        with self._sizes.switch_to_dynamic(inputs) as any_sizes:
             key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
             # The key contains the graph's code without that of submodules, so only graphs without any are
             # shared.
@@ -308,7 +308,7 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
     def run(arguments: list[Any]) -> Any:
         now = _NOW[-1]
         for sentence in assumed:
-            now._recorder.doubt(sentence)
+            now._recorder.warn(sentence)
         # Inductor benchmarks products while it compiles, before the program's first run.
         now.time_products_padded(timed)
         for ran in _RAN:
@@ -324,9 +324,9 @@ def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
     breaks.
     """
     reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
-    where = f" in {kernel.module}" if kernel.module else ""
-    why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
-    return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=where, why=why)
+    location = f" in {kernel.module}" if kernel.module else ""
+    breaks_text = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
+    return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=location, why=breaks_text)
 
 
 _TRACED_FOR: list[Policy] = []
@@ -456,8 +456,8 @@ def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[
 def _key_of(graph: Any, options: Any) -> tuple[Any, ...]:
     nodes = str([_shape_of(node.meta.get("val")) for node in graph.graph.nodes])  # some sizes are symbols
     visible = tuple(next(iter(reversed(graph.graph.nodes))).meta.get("user_visible_output_idxs", ()))
-    said = tuple(str(options.get(name)) for name in ("is_backward", "is_inference", "static_input_idxs"))
-    return graph.code, nodes, visible, said
+    settings = tuple(str(options.get(name)) for name in ("is_backward", "is_inference", "static_input_idxs"))
+    return graph.code, nodes, visible, settings
 
 
 def _shape_of(value: Any) -> Any:
@@ -475,7 +475,7 @@ def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
 
     for out in outputs or ():
         is_tensor = isinstance(out, IRNode) and out.has_tensor_output()
-        yield tuple(int(one) for one in out.get_layout().stride) if is_tensor else None
+        yield tuple(int(stride) for stride in out.get_layout().stride) if is_tensor else None
 
 
 def _report_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
@@ -503,7 +503,7 @@ class FirstSizes:
         self._sizes: dict[int, Any] = {}  # shape of the first input that is no weight, by Dynamo's frame
 
     @contextlib.contextmanager
-    def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
+    def switch_to_dynamic(self, inputs: Sequence[Any]) -> Iterator[bool]:
         """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes, given
         these inputs.
 
@@ -514,7 +514,10 @@ class FirstSizes:
         from torch._guards import CompileContext
 
         number = getattr(CompileContext.current_compile_id(), "frame_id", None)
-        sizes = next((one.shape for one in inputs if isinstance(one, torch.Tensor) and not one.is_leaf), None)
+        sizes = next(
+            (tensor.shape for tensor in inputs if isinstance(tensor, torch.Tensor) and not tensor.is_leaf),
+            None,
+        )
         # torch compiles a function with dynamic shapes when it meets a second size.
         any_sizes = number is not None and self._sizes.setdefault(number, sizes) != sizes
         # With dynamic shapes, AOTAutograd expects contiguous gradients and copies all others.
@@ -544,12 +547,12 @@ def composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]
     key = torch._C.DispatchKey
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
-    def resolve(operator: Any, asked: Any) -> Any:
-        composed = asked == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
-        if composed and not operator.has_kernel_for_dispatch_key(asked):
+    def resolve(operator: Any, mode: Any) -> Any:
+        composed = mode == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
+        if composed and not operator.has_kernel_for_dispatch_key(mode):
             name = operator.name()
             if has_kernel(name, key.CompositeImplicitAutograd) and not has_kernel(name, key.CPU):
                 return key.CompositeImplicitAutograd
-        return resolve_key(operator, asked)
+        return resolve_key(operator, mode)
 
     return resolve

@@ -109,7 +109,7 @@ class _GeneratedKernel:
         # The source of a CPU kernel is its list of types, where `const` marks tensors that are only read.
         if source.startswith("["):
             types = ast.literal_eval(source)
-            self._roles = ["in" if one.startswith("const") else "in_out" for one in types]
+            self._roles = ["in" if type_name.startswith("const") else "in_out" for type_name in types]
         else:
             signature = _SIGNATURE.search(source)
             assert signature is not None, source
@@ -147,10 +147,12 @@ def settings_of(source: str) -> int:
 
     tree = ast.parse(source)
     names: dict[str, Any] = {"__file__": "kernel.py"}
-    imports: list[ast.stmt] = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    imports: list[ast.stmt] = [
+        statement for statement in tree.body if isinstance(statement, (ast.Import, ast.ImportFrom))
+    ]
     # Only the imports and the decorator run. They create the configurations, without compiling.
     exec(compile(ast.Module(body=imports, type_ignores=[]), "<kernel>", "exec"), names)
-    kernel = next(one for one in tree.body if isinstance(one, ast.FunctionDef))
+    kernel = next(statement for statement in tree.body if isinstance(statement, ast.FunctionDef))
     counts = [1]
 
     def note(hints: Any, configs: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -309,14 +309,14 @@ class MasterAdamW(OwnAdamW):
         first, second = (flat(state[name]) for name in MOMENTS)
         # An fp32 weight is updated in place, without being joined from two halves.
         if weight.dtype is torch.float32:
-            for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
-                update(exact, widen(slope, coefficient), one, two, numbers)
+            for exact, slope, first_moment, two in pieces(flat(weight), slopes, first, second):
+                update(exact, widen(slope, coefficient), first_moment, two, numbers)
             return
         halves = flat(weight), flat(state[RESIDUAL])
         # A weight is widened to 32 bits in pieces, so that only one piece exists in 32 bits at a time.
-        for high, low, slope, one, two in pieces(*halves, slopes, first, second):
+        for high, low, slope, first_moment, two in pieces(*halves, slopes, first, second):
             exact = join(high, low)
-            update(exact, widen(slope, coefficient), one, two, numbers)
+            update(exact, widen(slope, coefficient), first_moment, two, numbers)
             split(exact, high, low)
 
 

@@ -119,7 +119,7 @@ def update_up_to(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
-    places, owners, which, numbers, norm, most,
+    places, owners, weight_indices, numbers, norm, most,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -141,7 +141,7 @@ def update_weights(  # type: ignore[no-untyped-def]
         if gradient != 0:
             begin = (block - tl.load(record)) * BLOCK
             left = tl.load(record + 1) - begin
-            own = numbers + tl.load(which + column) * ROW
+            own = numbers + tl.load(weight_indices + column) * ROW
             weight, residual = tl.load(record + 2), tl.load(record + 3)
             first, second = tl.load(record + 4), tl.load(record + 5)
             first_scales, second_scales = first, second

@@ -122,9 +122,9 @@ class MasterUpdates:
             steps = [
                 (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
             ]
-            rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
+            rows = {key: (*Numbers.of(optimizer.param_groups[key[0]], key[1]), key[1]) for key in set(steps)}
             # The scalars of all weights are written once per step, before any gradient exists.
-            self._numbers.write([rows[one] for one in steps])
+            self._numbers.write([rows[key] for key in steps])
             return
         self._is_refused = is_refused(norm)
         self._coefficient = None if norm is None else clip_coefficient(norm, most)
@@ -172,15 +172,18 @@ class MasterUpdates:
         table = self._optimizer.table_of
         residual, first, second, *scales = table.tensors_kept(state)
         if weight.is_meta:
-            held = [one for one in (residual, first, second, *scales) if one is not None]
+            held = [tensor for tensor in (residual, first, second, *scales) if tensor is not None]
             torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
             return
         with triton_named():
             from snugfit.features.engine.masters.kernel import launch_update_of_one
         # The address 0 means a weight without a residual.
-        places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
+        places = [
+            0 if tensor is None else tensor.data_ptr()
+            for tensor in (weight, residual, first, second, gradient)
+        ]
         launch_update_of_one(
-            places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
+            places + [tensor.data_ptr() for tensor in scales], weight.numel(), own, self._norm, self._most,
             halves=lower_bits(residual), group=table.group, settings=table.usual_settings,
         )  # fmt: skip
         # The kernel changes the weight without autograd's knowledge, so its version is increased here.

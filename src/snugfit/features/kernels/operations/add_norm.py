@@ -117,7 +117,7 @@ class AddNorm(torch.autograd.Function):
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
-            stream = _room_for_stream(y) if form.gives_stream else None
+            stream = _empty_stream(y) if form.gives_stream else None
             # If nothing is added or dropped, the sum equals the input.
             alone = residual is None and bias is None and (seed is None or form.drops_last)
             total = None if alone and x.dtype is form.dtype else torch.empty_like(y)
@@ -170,7 +170,7 @@ class AddNorm(torch.autograd.Function):
         return dx if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
 
 
-def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
+def _empty_stream(y: torch.Tensor) -> torch.Tensor | None:
     """Return an empty fp32 tensor for the residual stream (see `gives_stream`); None if the result has 32
     bits or more.
     """
@@ -279,7 +279,7 @@ def backward_in_torch(
     """
     wide, columns = _wide(total.dtype), total.size(-1)
     mean, inverse = statistics.to(wide).unsqueeze(-1)
-    slope, value = (one.reshape(-1, columns).to(wide) for one in (slopes.of_result, total))
+    slope, value = (tensor.reshape(-1, columns).to(wide) for tensor in (slopes.of_result, total))
     if slopes.of_stream is not None:
         slope = slope + slopes.of_stream.reshape(-1, columns).to(wide)
     if seed is not None and form.drops_last:

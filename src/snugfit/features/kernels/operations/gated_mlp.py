@@ -144,7 +144,7 @@ def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, 
     wide = torch.promote_types(product.dtype, torch.float32)
     # Both halves are views, so that writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)
-    gate, up, slope = (one.to(wide) for one in (gates, ups, of_out))
+    gate, up, slope = (tensor.to(wide) for tensor in (gates, ups, of_out))
     with torch.enable_grad():
         leaf = gate.detach().requires_grad_()
         value = _act(leaf, tanh)

@@ -70,7 +70,10 @@ class LowRankUpdate(NamedTuple):
         """Return the updates of a product of these rows (T, H). `factors` are A and B of each adapter in
         turn, and `spans` are not empty.
         """
-        downs, ups = [one.detach() for one in factors[::2]], [one.detach() for one in factors[1::2]]
+        downs, ups = (
+            [factor.detach() for factor in factors[::2]],
+            [factor.detach() for factor in factors[1::2]],
+        )
         # Under autocast peft also rounds the factors. Without it, peft casts the rows to a wider dtype.
         autocast = torch.is_autocast_enabled(autocast_device(rows))
         if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
@@ -100,7 +103,7 @@ class LowRankUpdate(NamedTuple):
             high, again, low = out.chunk(3, 1)
             _split(up, None, (high, low, again), span.scale)
         columns, seed = rows.new_empty((len(rows), 3 * rank)), _draw(rows, spans)
-        outs = columns.split([3 * one for one in ranks], 1)
+        outs = columns.split([3 * width for width in ranks], 1)
         # The last two of the three parts sum to A.
         sums = _columns(rows, spans, seed, lambda inputs: _wide_product(inputs, down[rank:].t()), halves=2)
         for half, other, out in zip(sums[::2], sums[1::2], outs, strict=True):
@@ -181,14 +184,14 @@ class LowRankUpdate(NamedTuple):
                 halves=min(self.parts, 2),
             )
             of_downs = turned if self.parts == 1 else map(torch.add, turned[::2], turned[1::2])
-            given[::2] = [one.t().to(dtypes[0]) for one in of_downs]
+            given[::2] = [gradient.t().to(dtypes[0]) for gradient in of_downs]
         for index, (span, _, part) in enumerate(self._by_adapter()):
             if needed[2 * index + 1]:
                 slope = of_product[:, span.start : span.stop].t()
                 of_up = _wide_product(slope, part[:, : min(self.parts, 2) * span.rank])
                 of_up = of_up if self.parts == 1 else _add_halves(of_up)
                 given[2 * index + 1] = of_up.mul_(span.scale).to(dtypes[2 * index + 1])
-        return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+        return [gradient if is_needed else None for gradient, is_needed in zip(given, needed, strict=True)]
 
     def _by_adapter(self) -> list[tuple[AdapterSpan, torch.Tensor, torch.Tensor]]:
         """Return for each adapter its span of columns, its B and its columns of S."""

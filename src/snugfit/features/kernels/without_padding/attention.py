@@ -107,11 +107,15 @@ def _refuse_unknown(
             f"{name} does not know where sequences of a batch end, so {PADDING_FREE} would mix them. Take "
             "'sdpa' for this model; for generation, model.set_attn_implementation('sdpa')."
         )
-    asked = [what for what in ("softcap", "s_aux", "position_bias") if extra.get(what) is not None]
+    unsupported = [
+        option for option in ("softcap", "s_aux", "position_bias") if extra.get(option) is not None
+    ]
     if mask is not None:
-        asked.append("a mask of its own")
-    if asked:
-        raise RecipeError(f"{name} needs {', '.join(asked)}, which {PADDING_FREE} does not have. Try 'sdpa'.")
+        unsupported.append("a mask of its own")
+    if unsupported:
+        raise RecipeError(
+            f"{name} needs {', '.join(unsupported)}, which {PADDING_FREE} does not have. Try 'sdpa'."
+        )
 
 
 def _one_by_one(
@@ -136,13 +140,13 @@ def _one_by_one(
         # The filling of a row may consist of empty sequences.
         if start == end:
             continue
-        one, mask = slice(start, end), None
+        rows, mask = slice(start, end), None
         if window is not None and window < end - start:
             mask = _window(end - start, window, causal, query.device)
         # The CPU has no such kernel, so sequences are computed one by one.
         parts.append(
             torch.nn.functional.scaled_dot_product_attention(
-                query[:, :, one].to(value.dtype), key[:, :, one].to(value.dtype), value[:, :, one],
+                query[:, :, rows].to(value.dtype), key[:, :, rows].to(value.dtype), value[:, :, rows],
                 attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scaling,
                 enable_gqa=grouped,
             )

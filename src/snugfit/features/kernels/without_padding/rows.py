@@ -23,10 +23,10 @@ from snugfit.step.applier import fill_multiple
 if TYPE_CHECKING:
     import torch
 
-OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+UNSHIFTED_LABEL_SUFFIXES = ("ForMaskedLM", "ForTokenClassification")
 """Endings of transformers' class names of models that compare logits with the label of the same token."""
 
-OF_THE_FIRST_TOKEN = "ForSequenceClassification"
+POOLED_HEAD_SUFFIX = "ForSequenceClassification"
 """Ending of transformers' class names of encoders whose head reads only a sequence's first token."""
 
 COUNT = "sequence_count"
@@ -56,9 +56,9 @@ class RowRules:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         name, config = type(base).__name__, getattr(base, "config", None)
         offset = getattr(config, "model_type", None) in OFFSET_BY_PADDING
-        pools_first = name.endswith(OF_THE_FIRST_TOKEN)
+        pools_first = name.endswith(POOLED_HEAD_SUFFIX)
         return cls(
-            shifts=not name.endswith(OF_ITS_OWN_TOKEN) and not pools_first,
+            shifts=not name.endswith(UNSHIFTED_LABEL_SUFFIXES) and not pools_first,
             pools_first=pools_first,
             padding_token=config.pad_token_id if config is not None and offset else None,
         )

@@ -329,9 +329,9 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
-        where = "has no parameters" if not devices else f"is on {', '.join(devices)}"
+        problem = "has no parameters" if not devices else f"is on {', '.join(devices)}"
         raise UsageError(
-            f"The model {where}. accelerate trains a model on one device. Move it: model.to(...)."
+            f"The model {problem}. accelerate trains a model on one device. Move it: model.to(...)."
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -410,18 +410,18 @@ def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
 
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
     """Yield a sentence for each conflict between the recipe and the user's optimizer or loader."""
-    another = not live.is_plain(Slot.OPTIMIZER)
+    has_optimizer = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
     # States of earlier steps would not fit the cast weights or the new optimizer.
-    if (another or is_cast) and _has_stepped(optimizer):
+    if (has_optimizer or is_cast) and _has_stepped(optimizer):
         yield "The optimizer has already taken steps. Call accelerate before the first step."
-    elif is_cast and not another and optimizer.state:  # Adagrad creates its states in its constructor
+    elif is_cast and not has_optimizer and optimizer.state:  # Adagrad creates its states in its constructor
         yield (
             f"{live.technique(Slot.PRECISION)}: {_kind(optimizer, 'the')} has states for "
             f"{dtype_of(live.model)} weights already. Convert the model before the optimizer is created, or "
             "leave the precision out."
         )
-    if another and (lost := _lost_decay(optimizer, live.technique(Slot.OPTIMIZER).value)):
+    if has_optimizer and (lost := _lost_decay(optimizer, live.technique(Slot.OPTIMIZER).value)):
         name = live.technique(Slot.OPTIMIZER)
         yield (
             f"{name} has no weight decay, but a group of the optimizer has {lost:g}. Set it to 0, or "
@@ -478,6 +478,10 @@ def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
 
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
     """Return the recipe's DataLoader arguments whose values differ from this loader's."""
-    asked = loader_arguments(setup, device)
+    wanted_arguments = loader_arguments(setup, device)
     # If the recipe has no value, the loader keeps its own.
-    return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}
+    return {
+        name: value
+        for name, value in wanted_arguments.items()
+        if value and value != getattr(loader, name, None)
+    }

@@ -79,9 +79,9 @@ def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.T
 
     loss = _value(given, model, batch)
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-        what = "the function loss" if given else f"{type(model).__name__}"
+        source = "the function loss" if given else f"{type(model).__name__}"
         raise UsageError(
-            f"A step needs a loss: one number that depends on the model's parameters. But {what} gave "
+            f"A step needs a loss: one number that depends on the model's parameters. But {source} gave "
             f"{_describe(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
         )
     return loss

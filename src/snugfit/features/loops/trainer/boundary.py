@@ -74,14 +74,14 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
         run.data.end_epoch()
     run.checkpoints.check_first_update()
     interrupts.agree()
-    asked = interrupts.wants_checkpoint()
+    wants_save = interrupts.wants_checkpoint()
     _stop_where_asked(trainer, run)
     try:
         go_on(figures)
     except EvaluationStopped:
         _stop_where_asked(trainer, run)
         run.checkpoints.state.rewind_evaluation()
-    if (asked or run.is_stopped) and not run.checkpoints.is_saved:
+    if (wants_save or run.is_stopped) and not run.checkpoints.is_saved:
         trainer.save_now()
     goes_on = ended and not trainer.control.should_training_stop
     if goes_on and not run.ranks.are_many and run.logger.is_thrashing():
@@ -178,7 +178,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     run.checkpoints.save()
     run.checkpoints.wait()
     of_all = " Those of other processes have their numbers." if run.ranks.are_many else ""
-    raise run.ranks.alike(
+    raise run.ranks.common_error(
         SnugfitError(
             f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}.{of_all} Look at it, or "
             "use a smaller learning rate or another precision."

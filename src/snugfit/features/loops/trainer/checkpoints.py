@@ -204,8 +204,8 @@ class TrainerCheckpoints:
         # A resumed run may have another number of processes, if their global batch is the same.
         before = replace(checkpoint, about=with_global_batch(checkpoint.about))
         names, warned = ("batch_size", "samples"), ("processes", SHARDING)
-        how: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
-        refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
+        options: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
+        refuse_another_run(self._manager, before, with_global_batch(self._about()), **options)
 
     def begin(self, resumed_from: str | None) -> None:
         """Restore the run's saved state from its folder, and allocate the memory for copies of checkpoints.
@@ -227,13 +227,13 @@ class TrainerCheckpoints:
             wrong = compare_facts(self.resumed.about, self._about())
             self._manager.refuse_another_run(self.resumed, wrong, [], cure=CURE)
         if self._ranks.is_first:
-            self._make_room()
+            self._rename_older()
         if resumed_from is not None:
             self._parts.restore(state, Path(resumed_from))
         if self._trainer.args.save_strategy != "no" and (self._ranks.is_first or self._parts.is_spread):
             self._manager.prepare(state)
 
-    def _make_room(self) -> None:
+    def _rename_older(self) -> None:
         """Rename the older checkpoints in the folder that this run does not continue. It is called after all
         checks.
         """

@@ -191,13 +191,13 @@ def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
     """
     if trainer.snugfit.job.mixes_samples or trainer.snugfit.job.unclear_cut:
         return ""
-    who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
+    function_name = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
     assumed = trainer.compute_loss_func is not None or (
         trainer.model_accepts_loss_kwargs and items is not None
     )
     if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
-        return _SUMMED.format(who=who, n=len(step.batches), which=_OF_MEANS)
-    return "" if _counts_evenly(step) else _ALIKE.format(name=who, which=_OF_MEANS)
+        return _SUMMED.format(who=function_name, n=len(step.batches), which=_OF_MEANS)
+    return "" if _counts_evenly(step) else _ALIKE.format(name=function_name, which=_OF_MEANS)
 
 
 def _counts_evenly(step: StepState) -> bool:

@@ -57,7 +57,7 @@ class Chosen:
     default_optimizer: bool = False
     """True if `TrainingArguments` use their default optimizer without naming it."""
 
-    says: str = ""
+    note: str = ""
     """Sentence with the reason for this recipe."""
 
 
@@ -83,21 +83,21 @@ def choose(
     if gpu is not None:
         with preserve_rng(device):
             return _plan_from(own, compared_job(trainer, job, several_samples(trainer, job)), gpu, degree)
-    why = "there is no GPU to plan for, and gpu= is not given"
-    says = f"{why}: the trainer keeps its own settings, '{own.recipe}'"
-    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+    reason = "there is no GPU to plan for, and gpu= is not given"
+    note = f"{reason}: the trainer keeps its own settings, '{own.recipe}'"
+    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), note=note)
 
 
 def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
     """Return the trainer's own settings as a recipe for distributed training. Raises `UsageError` if a plan
     is requested.
     """
-    where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
+    advice = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
-        raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
+        raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {advice}.")
     recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer keeps its own sharding
-    says = f"{where}. The trainer keeps its own settings, '{recipe}'"
-    return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
+    note = f"{advice}. The trainer keeps its own settings, '{recipe}'"
+    return Chosen(recipe=recipe, user_slots=frozenset(Slot), note=note)
 
 
 def compared_job(
@@ -123,11 +123,11 @@ def recipe_of(trainer: Any) -> Chosen:
     """Return the trainer's current settings as a recipe."""
     by_slot = {read.slot: read.technique for read in read_slots(arguments_of(trainer))}
     techniques = tuple(by_slot[slot] or roster.plain(slot) for slot in Slot)
-    unsaid = frozenset(slot for slot, technique in by_slot.items() if technique is None)
+    unset = frozenset(slot for slot, technique in by_slot.items() if technique is None)
     if brings_optimizer(trainer):
-        unsaid |= {Slot.OPTIMIZER}
+        unset |= {Slot.OPTIMIZER}
     default = trainer.args.optim == next(f.default for f in fields(trainer.args) if f.name == "optim")
-    return Chosen(recipe=Recipe(techniques), user_slots=unsaid, default_optimizer=default)
+    return Chosen(recipe=Recipe(techniques), user_slots=unset, default_optimizer=default)
 
 
 def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
@@ -152,10 +152,10 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
             f"No recipe for this training fits a {gpu}. The nearest is '{shown}'. Use a smaller global "
             "batch, or allow more with fidelity='rounds' or 'learns'."
         )
-    says = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
+    note = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
     if default:
-        says += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
-    return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, says=says)
+        note += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
+    return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, note=note)
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 
-def refuse_what_cannot_be_fitted(trainer: Any) -> None:
+def refuse_other_objects(trainer: Any) -> None:
     """Raise `UsageError` for an object that `fit` cannot train.
 
     These are objects other than Trainers, models spread over devices, and settings that a checkpoint cannot
@@ -41,10 +41,12 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):
-        what = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"a {type(trainer).__name__}"
-        raise UsageError(f"fit needs an instance of transformers.Trainer, not {what}.")
+        type_name = (
+            f"the class {trainer.__name__}" if isinstance(trainer, type) else f"a {type(trainer).__name__}"
+        )
+        raise UsageError(f"fit needs an instance of transformers.Trainer, not {type_name}.")
     args = trainer.args
-    unsaid = {
+    unset = {
         "deepspeed": trainer.is_deepspeed_enabled,
         f"{args.n_gpu} GPUs in one process": args.n_gpu > 1,
         "a model that is split over devices": trainer.is_model_parallel,
@@ -53,7 +55,7 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         **dict.fromkeys(_switched_on(args), True),
         "dataloader_in_order=False": args.dataloader_num_workers > 1 and not args.dataloader_in_order,
     }
-    if used := [name for name, is_used in unsaid.items() if is_used]:
+    if used := [name for name, is_used in unset.items() if is_used]:
         raise UsageError(
             f"The trainer uses {', '.join(used)}. fit trains one model, on one device in each process, with "
             "a fixed batch. Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one "
@@ -70,10 +72,10 @@ def _switched_on(args: Any) -> Iterator[str]:
     for slot in (Slot.KERNELS, Slot.ENGINE):
         for name in roster.plain(slot).counterparts[0].arguments:
             same = (
-                f", which fit is given in a recipe ({kind(**one.settings)})"
+                f", which fit is given in a recipe ({kind(**counterpart.settings)})"
                 for kind in roster.techniques()
-                for one in kind.counterparts
-                if kind.slot is slot and one.arguments.get(name) is True
+                for counterpart in kind.counterparts
+                if kind.slot is slot and counterpart.arguments.get(name) is True
             )
             if getattr(args, name):
                 yield name + next(same, "")
@@ -166,13 +168,13 @@ def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tupl
     """
     if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
-        says = "the trainer has its own optimizer. Leave one of them out."
-        yield Slot.OPTIMIZER, f"{optimizer}: {says}"
+        message = "the trainer has its own optimizer. Leave one of them out."
+        yield Slot.OPTIMIZER, f"{optimizer}: {message}"
     if not live.is_plain(Slot.ADAPTERS) and (
         hasattr(trainer.model, "peft_config") or trainer.optimizer is not None
     ):
-        says = "the model already has adapters, or the trainer an optimizer."
-        yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {says}"
+        message = "the model already has adapters, or the trainer an optimizer."
+        yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {message}"
 
 
 def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
@@ -184,17 +186,17 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
     if trainer.optimizer is not None:
         refuse_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer), keeps=True)
         return
-    if not brings and (why := _reason_against(name)):
+    if not brings and (fault := _reason_against(name)):
         raise UsageError(
-            f"optim is {name!r}, which {why}. Choose another optim, give fit a recipe with an optimizer, or "
-            "train without fit."
+            f"optim is {name!r}, which {fault}. Choose another optim, give fit a recipe with an optimizer, "
+            "or train without fit."
         )
 
 
 def _reason_against(name: str) -> str:
     """Return the reason why `fit` does not support this optimizer of transformers; empty if it does."""
-    refused = {part: why for feature in features() for part, why in feature.refused_optimizers.items()}
-    return next((why for part, why in refused.items() if part in name), "")
+    refused = {part: reason for feature in features() for part, reason in feature.refused_optimizers.items()}
+    return next((reason for part, reason in refused.items() if part in name), "")
 
 
 def refuse_optim_without_package(trainer: Any) -> None:
@@ -209,10 +211,10 @@ def refuse_optim_without_package(trainer: Any) -> None:
     try:
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     except (ImportError, ValueError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
+        cause = " ".join(str(error).split()).rstrip(".")
         raise UsageError(
-            f"optim is {name!r}, and transformers cannot create it here: {why}. Install its package, choose "
-            "another optim, or give fit a recipe with an optimizer."
+            f"optim is {name!r}, and transformers cannot create it here: {cause}. Install its package, "
+            "choose another optim, or give fit a recipe with an optimizer."
         ) from None
 
 

@@ -114,7 +114,7 @@ class StateFiles:
             after_first = extra.get(OF_OTHERS, [])
             processes = 1 + len(after_first)
             if processes != self._ranks.size:  # continue from the first one's position
-                extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
+                extra["loss"] = sum(state["loss"] for state in (extra, *after_first)) / processes
             elif self._ranks.rank:
                 extra |= after_first[self._ranks.rank - 1]
             if (extra["data"]["rows"], processes) != (rows, self._ranks.size):

@@ -157,8 +157,8 @@ def _wait(tensor: torch.Tensor) -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # a real wait creates no views
-        one = tensor.detach().as_strided((), ())
-    one.item()
+        element = tensor.detach().as_strided((), ())
+    element.item()
 
 
 def _page_managers() -> Any:

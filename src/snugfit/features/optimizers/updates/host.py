@@ -81,7 +81,7 @@ class AdamWOnHost(FusedAdamW):
         for start in range(0, whole.numel(), most):
             end = min(start + most, whole.numel())
             yield WeightSlice(
-                whole[start:end], gradient[start:end], tuple(one[start:end] for one in flats), step
+                whole[start:end], gradient[start:end], tuple(buffer[start:end] for buffer in flats), step
             )
 
     def _update(self, piece: list[WeightSlice], group: dict[str, Any]) -> None:
@@ -109,10 +109,10 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
     """Return a region of the host's staging buffer for each slice of a weight; the regions are adjacent."""
-    room, start = memory.view(piece[0].weight.dtype), 0
+    buffer, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:
-        staged.append(room[start : start + part.weight.numel()])
+        staged.append(buffer[start : start + part.weight.numel()])
         start += part.weight.numel()
     return staged
 
