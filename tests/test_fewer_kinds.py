@@ -141,7 +141,9 @@ def test_a_space_of_tokens_builds_no_model_and_no_batch(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("snugfit.job.build._from_facts", refuse)
     monkeypatch.setattr("snugfit.job.batch.SyntheticDataset.__getitem__", refuse)
-    assert [one.n for one in workers.Workers.settings(small_job("bert", 2, batch_size=2))] == [workers.FEW]
+    assert [one.n for one in workers.Workers.settings(small_job("bert", 2, batch_size=2))] == [
+        workers.TOKEN_WORKERS
+    ]
     job = small_job("bert", 2, batch_size=2)
     assert space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, "uncompiled")).candidates
 

@@ -21,7 +21,7 @@ from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.lowered import CACHE_SHARE
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.parts_pool import parts_pool
-from snugfit.planning.cost.periodic import MANY, AllocatorPeaks, Requests, replay_periodic
+from snugfit.planning.cost.periodic import MIN_PERIODIC, AllocatorPeaks, Requests, replay_periodic
 from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.timer import GpuTimers, seconds_of
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
@@ -167,8 +167,8 @@ def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
     ),
 )
 def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None:
-    job = small_job(family, 2, batch_size=2 * MANY)
-    for pieces in (MANY, 2 * MANY):
+    job = small_job(family, 2, batch_size=2 * MIN_PERIODIC)
+    for pieces in (MIN_PERIODIC, 2 * MIN_PERIODIC):
         setup = Recipe.parse(f"{recipe} + micro_batches({pieces})").setup()
         parts = Parts(job, GPUS, GpuTimers(GPUS))
         found = parts.evaluate([setup])[0]

@@ -26,7 +26,7 @@ from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.timer import GpuTimers, SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import search_each as search_for_gpus
 from snugfit.planning.keep import kept_of
-from snugfit.planning.plan import NEARLY_AS_SMALL
+from snugfit.planning.plan import EXTRA_BYTES_SHARE
 from snugfit.planning.search.best_first import BestFirst
 from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds, least_of_spans
 from snugfit.planning.search.search import plan, search
@@ -406,7 +406,7 @@ def test_many_gpus_look_at_recomputing_only_where_one_may_gain_by_it(seed: int) 
         answer, fitting = one.state.evaluated[one.answer], [each for each in everything if each[1] <= memory]
         assert (answer.needed_bytes <= memory) == bool(fitting)
         assert not fitting or answer.seconds <= min(fitting)[0] * (1 + AS_FAST)
-        assert fitting or answer.needed_bytes <= sizes[0] * (1 + 3 * NEARLY_AS_SMALL)
+        assert fitting or answer.needed_bytes <= sizes[0] * (1 + 3 * EXTRA_BYTES_SHARE)
         assert memory < 2 * sizes[-1] or one.state.kinds < kinds / 2
 
 

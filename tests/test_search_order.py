@@ -113,7 +113,7 @@ def test_a_slower_recipe_that_saves_little_is_left_out_unless_it_alone_fits() ->
     for negligible, memory, is_left_out in ((300, None, True), (100, None, False), (300, 900, False)):
         bounds = {0: Bound(1000, 1.0), 1: Bound(800, 2.0)}
         state = SearchState(space(), bounds, memory_bytes=memory, negligible_bytes=negligible)
-        state.learn(0, Figures(1000, 1000, 1000, 0, 1.0))
+        state.store(0, Figures(1000, 1000, 1000, 0, 1.0))
         assert state.is_dominated(1) == is_left_out
 
 
@@ -131,7 +131,7 @@ def test_a_sibling_of_an_unfit_recipe_fits_only_if_it_loses_fewer_bytes(
     bounds = {known: Bound(900 * mib, 1.0, resting * mib), other: Bound(900 * mib, 1.0, resting * mib)}
     state = SearchState(optimizers, bounds, memory_bytes=1000 * mib)
     nbytes = (900 + loss) * mib
-    state.learn(known, Figures(nbytes, nbytes, nbytes, 0, 1.0))
+    state.store(known, Figures(nbytes, nbytes, nbytes, 0, 1.0))
     assert state.is_dominated(other) == is_left_out
 
 

@@ -18,7 +18,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShares
+from snugfit.planning.cost.startup_share import ENDLESS_RUN, PlannedRun, StartupShares
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.keep import kept_of
@@ -240,7 +240,7 @@ def test_few_layers_tell_what_many_pay_once(family: str) -> None:
 
 
 def test_a_run_without_end_shares_nothing(job: Job) -> None:
-    opening, trace = StartupShares(job, ENDLESS), Trace((), (), (), (kernel(),), (), ())
+    opening, trace = StartupShares(job, ENDLESS_RUN), Trace((), (), (), (kernel(),), (), ())
     seconds, share = opening.of(Setup(), trace)
     assert seconds > STARTUP_RATES.imports
     assert (share, opening.least_share(Setup(), [])) == (0.0, 0.0)

@@ -49,7 +49,7 @@ class Slow:
 @pytest.mark.whole
 def test_a_process_that_became_spare_helps_where_that_is_allowed() -> None:
     questions, spare = [Question(number, "process") for number in range(4)], SpareProcesses()
-    with worker_pool(Slow, workers=1, apart=True, spare=spare) as pool:
+    with worker_pool(Slow, workers=1, own_process=True, spare=spare) as pool:
 
         def processes(*, helped: bool) -> set[int]:
             waiting = iter(questions)

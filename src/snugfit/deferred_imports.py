@@ -29,7 +29,7 @@ from typing import Any
 
 from snugfit.hub_kernels import no_hub_kernels, only_errors
 
-PUT_OFF = frozenset(
+DEFERRED_MODULES = frozenset(
     {
         "bitsandbytes",
         "bitsandbytes.nn",
@@ -57,7 +57,7 @@ SYMBOLIC = frozenset({"sympy", "torch.fx.experimental.symbolic_shapes", "torch.u
 functions.
 """
 
-OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
+PLAIN_SIZE_MODULES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
 """Prefixes of modules that pass plain integers to functions about symbolic shapes. The module `torch` does so
 too.
 """
@@ -67,7 +67,7 @@ COMPILER, SETTINGS = "torch._dynamo", "torch._dynamo.config"
 DTENSOR = "torch.distributed.tensor"
 """Module that peft reads as an attribute of `torch.distributed`, without an import."""
 
-OF_PLAIN_NUMBERS: Mapping[str, Callable[..., object]] = {
+PLAIN_NUMBER_FUNCTIONS: Mapping[str, Callable[..., object]] = {
     "expect_true": bool,
     "free_unbacked_symbols": lambda numbers: set(),
     "guard_or_false": bool,
@@ -87,7 +87,7 @@ USERS = frozenset({"torch._compile", "torch.compiler", "torch.optim.optimizer"})
 REGISTERING = ("allow_in_graph", "assume_constant_result")
 """Names of the compiler's decorators that register a function and return it."""
 
-RUNS_AS_IT_IS = "__dynamo_disable"
+UNCOMPILED_ATTRIBUTE = "__dynamo_disable"
 """Name of a function's attribute in which torch caches its variant that is excluded from compilation."""
 
 
@@ -113,7 +113,7 @@ class PutOffName(type):
         return cls.module in sys.modules and issubclass(subclass, _real(cls))
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        answer = OF_PLAIN_NUMBERS.get(cls.__name__)
+        answer = PLAIN_NUMBER_FUNCTIONS.get(cls.__name__)
         if answer is not None and not keywords and all(map(_is_plain, arguments)):
             return answer(*arguments)
         return _real(cls)(*arguments, **keywords)
@@ -132,7 +132,9 @@ class _PutOffModule(ModuleType):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
         stand_in: Any = (
-            _PutOffModule(full) if full in PUT_OFF else PutOffName(name, (), {"module": self.__name__})
+            _PutOffModule(full)
+            if full in DEFERRED_MODULES
+            else PutOffName(name, (), {"module": self.__name__})
         )
         setattr(self, name, stand_in)
         return stand_in
@@ -155,8 +157,8 @@ class _AsItIs:
     def forget(self) -> None:
         """Remove this wrapper from its function, so that torch disables compilation of the function again."""
         function = self._function()
-        if function is not None and vars(function).get(RUNS_AS_IT_IS) is self:
-            delattr(function, RUNS_AS_IT_IS)
+        if function is not None and vars(function).get(UNCOMPILED_ATTRIBUTE) is self:
+            delattr(function, UNCOMPILED_ATTRIBUTE)
 
 
 class _StandInSettings:
@@ -268,13 +270,13 @@ class _Deferral:
         level: int = 0,
     ) -> ModuleType:
         importer = "" if globals is None else str(globals.get("__name__", ""))
-        if (fromlist or name in PUT_OFF) and importer.startswith(IMPORTERS):
+        if (fromlist or name in DEFERRED_MODULES) and importer.startswith(IMPORTERS):
             assert globals is not None
             full = _absolute(name, str(globals.get("__package__", "")), level)
-            if full in PUT_OFF and full not in sys.modules and full != importer:
+            if full in DEFERRED_MODULES and full not in sys.modules and full != importer:
                 return self._stand_in_of(full)
         elif name in SYMBOLIC and name not in sys.modules:
-            if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):
+            if importer == "torch" or importer.startswith(PLAIN_SIZE_MODULES):
                 return self._symbolic.setdefault(name, _PutOffModule(name))
         elif name == COMPILER and not fromlist and importer in USERS:
             return sys.modules["torch"]
@@ -286,7 +288,7 @@ class _Deferral:
         """Return the import spec of a deferred module; None for any other. Its loader ends the deferral and
         rebinds the placeholders.
         """
-        if name not in PUT_OFF and name not in SYMBOLIC and name != COMPILER:
+        if name not in DEFERRED_MODULES and name not in SYMBOLIC and name != COMPILER:
             return None
         spec = PathFinder.find_spec(name, path, target)
         loader: Any = spec and spec.loader

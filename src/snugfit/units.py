@@ -25,13 +25,13 @@ _LARGEST = 1 << 50
 mistakes."""
 
 
-def parse_bytes(text: str, *, quantity: str = "memory", or_else: str = "") -> int:
+def parse_bytes(text: str, *, quantity: str = "memory", alternative: str = "") -> int:
     """Return the bytes in text such as `24GiB`, `16000MB` or `1.5 GiB`.
 
-    `or_else` ends the hint of an error with further notations. Raises `UsageError` for no unit, an unknown
-    unit, zero, a negative amount, or more than a pebibyte.
+    `alternative` ends the hint of an error with further notations. Raises `UsageError` for no unit, an
+    unknown unit, zero, a negative amount, or more than a pebibyte.
     """
-    hint = f"Write a number and a unit: 24GiB, 16GB, 16000MiB{or_else}."
+    hint = f"Write a number and a unit: 24GiB, 16GB, 16000MiB{alternative}."
     match = _AMOUNT.fullmatch(text)
     if not match:
         raise UsageError(f"{quantity}: {text!r} is not an amount of memory. {hint}")

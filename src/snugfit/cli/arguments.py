@@ -21,7 +21,7 @@ from snugfit.techniques.registry import hooks
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
-TAKE_AUTO = ("predict", "measure", "train")
+AUTO_COMMANDS = ("predict", "measure", "train")
 """Commands in which `auto` in a recipe is replaced by a found recipe: those that run one recipe on one GPU.
 """
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
@@ -318,7 +318,7 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
     """
     from snugfit.cli.request import Request
 
-    request = Request.read(given, takes_auto=command in TAKE_AUTO)
+    request = Request.read(given, takes_auto=command in AUTO_COMMANDS)
     for prepare in hooks("prepare"):
         request = prepare(command, request)
     if request.configuration:

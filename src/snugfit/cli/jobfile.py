@@ -32,7 +32,7 @@ from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
 DEEPEST = 3
-_OUTSIDE_THE_JOB: dict[str, type] = {
+_COMMAND_KEYS: dict[str, type] = {
     **dict.fromkeys(
         (
             "recipe",
@@ -94,7 +94,7 @@ def kinds() -> dict[str, type]:
     of_job = _kinds_of(Job)
     # Each setting of a job's phases has a key of its own in the file.
     del of_job["phase_settings"]
-    return of_job | phase_keys() | _OUTSIDE_THE_JOB | training_keys()
+    return of_job | phase_keys() | _COMMAND_KEYS | training_keys()
 
 
 @cache

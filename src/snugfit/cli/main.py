@@ -34,7 +34,7 @@ from snugfit.cli.plan import plan
 from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
 from snugfit.cli.predict import predict
 from snugfit.cli.reference import schema, techniques
-from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
+from snugfit.cli.streams import keep_libraries_off_stdout, open_all, redirect_to_null
 from snugfit.cli.train import train
 from snugfit.deferred_imports import hasten_import
 from snugfit.documents import only_documents_on_stdout
@@ -135,7 +135,7 @@ def run(arguments: Sequence[str]) -> int:
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # raised by typer for a broken pipe or completion
         if "_SNUGFIT_COMPLETE" not in os.environ:
-            forget(sys.stdout)
+            redirect_to_null(sys.stdout)
     if code == INTERRUPTED:  # typer returns this exit code after Ctrl-C
         return _print_error("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
@@ -219,16 +219,16 @@ def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     return _print_error(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
 
 
-def _similar_options(given: str, context: Any) -> list[str]:
+def _similar_options(typed: str, context: Any) -> list[str]:
     """Return options with a similar spelling. If there are none, return those that contain such a word, or
     else options of features.
 
     For example, `--length` gives `--sequence-length`.
     """
     options_here = {text for one in context.command.params for text in one.opts}
-    if SHORT_FORMS.get(given) in options_here:
-        return [SHORT_FORMS[given]]
-    name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
+    if SHORT_FORMS.get(typed) in options_here:
+        return [SHORT_FORMS[typed]]
+    name, parameters = typed.lstrip("-").replace("_", "-"), context.command.params
     options = [text[2:] for one in parameters if not one.hidden for text in one.opts if text.startswith("--")]
     if near := nearest(name, options):
         return [f"--{option}" for option in near]

@@ -118,7 +118,7 @@ def answer(
     with few_collections(), show_progress(first) as tell:
         new = compute(tell)
     if key:
-        remember(key, new)
+        store_result(key, new)
     return new
 
 
@@ -133,11 +133,11 @@ def plan(job: Job, *, fresh: bool = False, **arguments: Any) -> Plan:
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
-    from snugfit.planning.request import refuse_what_cannot_be_called
+    from snugfit.planning.request import refuse_non_callables
     from snugfit.planning.search import search
 
     known = inspect.signature(search.plan)
-    refuse_what_cannot_be_called(tell=arguments.get("tell"), clock=arguments.get("clock"))
+    refuse_non_callables(tell=arguments.get("tell"), clock=arguments.get("clock"))
     try:
         bound = known.bind(job, **arguments)
     except TypeError:
@@ -169,7 +169,7 @@ def plan(job: Job, *, fresh: bool = False, **arguments: Any) -> Plan:
     )
 
 
-def remember(key: str, answer: Storable) -> None:
+def store_result(key: str, answer: Storable) -> None:
     """Store a command's result under this key, completely or not at all, and delete old results if the folder
     is too large.
     """

@@ -208,7 +208,7 @@ class Request:
         return tuple(self.configuration.doubts) if self.configuration else ()
 
     @property
-    def stands_for_another(self) -> bool:
+    def uses_similar_preset(self) -> bool:
         """True if the named model is unknown, and a preset with the same sizes is used instead."""
         from snugfit.job.find import preset_named
 
@@ -388,11 +388,11 @@ def _without_effect(own: Mapping[str, Any], request: Request) -> Iterator[str]:
     """Yield the user's `own` settings, and the techniques of the recipe, that have no effect in the job's
     phase.
     """
-    from snugfit.job.job import OF_UPDATES
+    from snugfit.job.job import UPDATE_FIELDS
     from snugfit.techniques.recipe import unused_slots
 
     unused = unused_slots(request.job)
-    yield from () if request.job.trains else (key.replace("_", " ") for key in OF_UPDATES if key in own)
+    yield from () if request.job.trains else (key.replace("_", " ") for key in UPDATE_FIELDS if key in own)
     yield from (str(one) for one in request.recipe if one.slot in unused and not one.plain)
 
 

@@ -297,7 +297,7 @@ def _weights(request: Request) -> str | None:
                 f"--from-scratch means random weights, but weights is {weights}. Leave one of them out."
             )
         return RANDOM
-    return weights or (request.model_name if request.stands_for_another else None)
+    return weights or (request.model_name if request.uses_similar_preset else None)
 
 
 def _own_folder(request: Request) -> str | None:

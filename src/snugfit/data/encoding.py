@@ -153,12 +153,12 @@ class Encoder:
     def _checked_ids(self, row: Row, index: int) -> Encoded:
         """Return the row's own token ids, labels and types, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
-        if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
+        if late := [name for name in _TOKEN_MASKS if name in row and name not in self.rows.columns]:
             raise UsageError(
                 f"{self.rows.location(index)}: it has {late[0]!r}, but the first row does not. Give it in "
                 "all rows, or in none."
             )
-        beside = {name: self._numbers(row, name, index) for name in _BESIDE if name in self.rows.columns}
+        beside = {name: self._numbers(row, name, index) for name in _TOKEN_MASKS if name in self.rows.columns}
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
             labels = self._numbers(row, self.columns["label"], index)
@@ -240,7 +240,7 @@ class Encoder:
                 f"{self.rows.location(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
             )
         # `Ragged` stores integers of 32 bits.
-        if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
+        if numbers.size and not -_MAX_TOKEN_ID <= numbers.min() <= numbers.max() < _MAX_TOKEN_ID:
             raise UsageError(
                 f"{self.rows.location(index)}: {column!r} contains {numbers.max()}, which is not a token. "
                 "Tokens are whole numbers from 0."
@@ -249,8 +249,8 @@ class Encoder:
         return checked
 
 
-_BESIDE = ("attention_mask", "token_type_ids")
-_MOST = 1 << 31
+_TOKEN_MASKS = ("attention_mask", "token_type_ids")
+_MAX_TOKEN_ID = 1 << 31
 
 
 def _common_prefix(first: Sequence[int], other: Sequence[int]) -> int:

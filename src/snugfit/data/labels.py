@@ -60,18 +60,18 @@ def class_numbers(
     return numbers, names or tuple(str(number) for number in range(labels))
 
 
-def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names of the classes in the order of their numbers, from `given` or the dataset's `own`.
-    Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
+def one_order(named: Sequence[str], in_dataset: Sequence[str], source: str) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their numbers, from `named`, or `in_dataset` of the
+    dataset. Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
     """
     # Class names of a training split may be the numbers themselves. They contradict no order.
-    numbers = tuple(str(number) for number in range(len(given)))
-    if given and own and tuple(given) not in (tuple(own), numbers):
+    numbers = tuple(str(number) for number in range(len(named)))
+    if named and in_dataset and tuple(named) not in (tuple(in_dataset), numbers):
         raise UsageError(
-            f"{source}: its classes are {', '.join(own[:8])}, in this order, but the training data has "
-            f"{', '.join(given[:8])}. Use the same order in both splits (datasets: cast_column)."
+            f"{source}: its classes are {', '.join(in_dataset[:8])}, in this order, but the training data "
+            f"has {', '.join(named[:8])}. Use the same order in both splits (datasets: cast_column)."
         )
-    return tuple(given) or tuple(own)
+    return tuple(named) or tuple(in_dataset)
 
 
 def regression_values(values: Sequence[Any], location: Where) -> np.ndarray:
@@ -120,7 +120,7 @@ def _number_or_name(value: Any, location: Where, index: int) -> int | str:
     )
 
 
-def _names(known: list[int | str], location: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
+def _names(known: list[int | str], location: Where, named: tuple[str, ...], labels: int) -> tuple[str, ...]:
     """Return the class names in the order of their numbers: given ones, or the labels' names in alphabetical
     order. Empty if all labels are numbers.
     """
@@ -133,14 +133,14 @@ def _names(known: list[int | str], location: Where, given: tuple[str, ...], labe
             f"{_KINDS[last]}. "
             "Labels must be all numbers or all names."
         )
-    if len(given) > labels:
+    if len(named) > labels:
         raise UsageError(
-            f"The dataset has {len(given)} classes "
-            f"({', '.join(given[:8])}{', ...' if len(given) > 8 else ''}), but the job has {labels} "
-            f"labels. Set labels: {len(given)}."
+            f"The dataset has {len(named)} classes "
+            f"({', '.join(named[:8])}{', ...' if len(named) > 8 else ''}), but the job has {labels} "
+            f"labels. Set labels: {len(named)}."
         )
-    if given or str not in kinds:
-        return given
+    if named or str not in kinds:
+        return named
     words = [str(value) for value in known]
     if all(_WHOLE.fullmatch(word) for word in words):
         return ()

@@ -142,8 +142,10 @@ class Tokenizer:
             )
 
 
-def as_tokenizer(given: Any | None) -> Any | None:
+def as_tokenizer(tokenizer: Any | None) -> Any | None:
     """Return the given tokenizer, or the one in this folder. Raises `UsageError` for other types."""
-    if given is not None and not callable(given) and not isinstance(given, str | os.PathLike):
-        raise UsageError(f"tokenizer is {given!r:.80}; it must be transformers' tokenizer, or its folder.")
-    return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given
+    if tokenizer is not None and not callable(tokenizer) and not isinstance(tokenizer, str | os.PathLike):
+        raise UsageError(
+            f"tokenizer is {tokenizer!r:.80}; it must be transformers' tokenizer, or its folder."
+        )
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer

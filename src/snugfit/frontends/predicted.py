@@ -91,7 +91,7 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
             "A model that was made in Python cannot be sent to another process, which would simulate "
             "it. Give a model by its name or folder."
         )
-    with worker_pool(make, workers=1, apart=True, preload=modules_of(job)) as pool:
+    with worker_pool(make, workers=1, own_process=True, preload=modules_of(job)) as pool:
         (answer,) = pool.answers_to([Question(0, "__call__")])
     if isinstance(answer.value, SnugfitError):
         raise answer.value

@@ -30,10 +30,10 @@ MOST_LABELS = 1 << 18
 sets have fewer labels.
 """
 
-OF_UPDATES = ("clip", "decay_groups", "learning_rate")
+UPDATE_FIELDS = ("clip", "decay_groups", "learning_rate")
 """Fields of a job that only an optimizer step reads."""
 
-_TASKS_ELSEWHERE = {
+_HUB_TASKS = {
     "text-classification": "sequence-classification",
     "sentiment-analysis": "sequence-classification",
     "seq-cls": "sequence-classification",
@@ -69,7 +69,7 @@ class TaskBase(StrEnum):
         if text not in (*legal, CUSTOM):
             # The hub and peft write tasks in other ways.
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
-            if (name := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
+            if (name := _HUB_TASKS.get(plain, plain)) in legal:
                 return cls(name)
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
@@ -330,15 +330,15 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
     return model.transformers_config(task, labels)
 
 
-def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """Return the first dropout in a config as text, such as `dropout=0.1`, from keys that contain `of`; empty
-    without dropout.
+def dropout_among(facts: Mapping[str, Any], part: str = "") -> str:
+    """Return the first dropout in a config as text, such as `dropout=0.1`, from keys that contain `part`;
+    empty without dropout.
     """
     return next(
         (
             f"{key}={value}"
             for key, value in facts.items()
-            if of in key and "drop" in key and isinstance(value, float) and value
+            if part in key and "drop" in key and isinstance(value, float) and value
         ),
         "",
     )

@@ -32,7 +32,7 @@ from snugfit.units import MIB, show_mib
 
 _T = TypeVar("_T")
 
-PATIENCE = 10.0
+MAX_WAIT_SECONDS = 10.0
 """Longest wait in seconds for other processes to leave the GPU (chosen). The delay of a driver was not
 measured."""
 
@@ -94,7 +94,7 @@ def first_reason(
         reasons.append(unexplained_growth(grown, reserved_bytes=reserved_bytes, context_bytes=known))
     if sampler.refusal is not None:
         reasons.append(f"it is not known whether other processes used the GPU: {sampler.refusal}")
-    reasons.append(after(card, baseline, patience=PATIENCE))
+    reasons.append(after(card, baseline, patience=MAX_WAIT_SECONDS))
     return next((reason for reason in reasons if reason), None)
 
 

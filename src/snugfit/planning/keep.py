@@ -28,7 +28,7 @@ from snugfit.techniques.wish import processes_of
 Keep = Recipe | str | Mapping[Slot, Technique] | None
 Free = str | Iterable[Slot | str]
 
-OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
+START_SLOTS = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
 """Slots (choices of a recipe) in which a plan keeps the user's technique from `start`, unless the user frees
 them.
 """
@@ -141,7 +141,7 @@ def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None =
     requested = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
     own = {
         slot: (start[slot], *_family(start[slot], job))
-        for slot in OF_START
+        for slot in START_SLOTS
         if start and slot not in freed and slot not in unused_slots(job)
         # A technique without its package must not be the only choice of its slot.
         if not start[slot].missing_package()

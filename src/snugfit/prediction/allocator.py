@@ -25,7 +25,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snugfit.prediction.last_step import MOST_REPEATED, NONE_LATE, Frees, LastStep, begin_of_last_step, places
+from snugfit.prediction.last_step import (
+    MOST_REPEATED,
+    NO_LATE_FREES,
+    Frees,
+    LastStep,
+    begin_of_last_step,
+    places,
+)
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Period, Trace
 
 # Sizes are rounded up to 512 B. Blocks up to 1 MiB are in the small pool, larger ones in the large pool.
@@ -247,7 +254,7 @@ def replay(
     *,
     expandable: bool = False,
     limit: int | None = None,
-    late: Mapping[int, int] = NONE_LATE,
+    late: Mapping[int, int] = NO_LATE_FREES,
 ) -> Replay:
     """Run the trace's allocations and frees through the allocator, and return its statistics.
 

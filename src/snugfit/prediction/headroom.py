@@ -88,7 +88,7 @@ def _as_bytes(amount: int | str, limit: int | None) -> int:
         return (
             0
             if amount.strip() == "0"
-            else parse_bytes(amount, quantity="headroom", or_else=", or a share: 2%")
+            else parse_bytes(amount, quantity="headroom", alternative=", or a share: 2%")
         )
     if type(amount) is not int or amount < 0:
         raise UsageError(

@@ -21,7 +21,7 @@ MOST_REPEATED = 12
 """Largest number of replays of the last step, if the allocator's state before the step never repeats."""
 
 
-NONE_LATE: Mapping[int, int] = {}
+NO_LATE_FREES: Mapping[int, int] = {}
 
 
 class TakesBack(Protocol):

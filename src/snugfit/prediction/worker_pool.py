@@ -37,10 +37,10 @@ reference cycles. Models have cycles, of some megabytes each. With a tenth of th
 collection took 5 % of a plan's time. With Python's default it took 20 % of a prediction's time.
 """
 
-ENDS_WITHIN = 2.0
+END_SECONDS = 2.0
 """Seconds that a worker process has to end by itself after its last call."""
 
-UNGUARDED = 76
+UNGUARDED_EXIT_CODE = 76
 """Exit code of a worker process that imported a user's script without a `__main__` guard, and would start
 workers itself.
 """
@@ -101,8 +101,8 @@ class _Worker:
 
     def _death(self) -> SnugfitError:
         # The exit code is known only after the process has ended.
-        self.process.join(ENDS_WITHIN)
-        if self.process.exitcode != UNGUARDED:
+        self.process.join(END_SECONDS)
+        if self.process.exitcode != UNGUARDED_EXIT_CODE:
             return SnugfitError(
                 "A worker process was killed, perhaps because memory ran out. Try one worker "
                 "(--workers 1; workers=1 in Python)."
@@ -115,11 +115,11 @@ class _Worker:
     def end(self) -> None:
         """Wait for the process to end, and kill it after `ENDS_WITHIN` seconds. The caller has closed its
         connection."""
-        self.process.join(ENDS_WITHIN)
+        self.process.join(END_SECONDS)
         if self.process.is_alive():
             self.process.kill()
             # The answers have arrived, so nothing depends on the end of this process.
-            self.process.join(ENDS_WITHIN)
+            self.process.join(END_SECONDS)
 
 
 class SpareProcesses:
@@ -200,17 +200,17 @@ def worker_pool(
     *,
     workers: int,
     preload: Sequence[str] = (),
-    apart: bool = False,
+    own_process: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
     """Yield a pool of this number of processes, each with an object that `make` creates there.
 
     The object is in this process instead if `make` cannot be pickled. The same holds for one worker, unless
-    `apart` requires its own process. `preload` names further modules that the fork server imports. Helpers
-    are started while `spare` has processes.
+    `own_process` requires its own process. `preload` names further modules that the fork server imports.
+    Helpers are started while `spare` has processes.
     """
     # Without a pickle, another process could not create the object.
-    if (workers <= 1 and not apart) or not is_picklable(make):
+    if (workers <= 1 and not own_process) or not is_picklable(make):
         yield WorkerPool([make()])
         return
     context = _context(preload)
@@ -334,7 +334,7 @@ def _context(preload: Sequence[str]) -> Any:
     """
     # This process is a worker that imports the user's script again, and must not start workers itself.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # the parent reports the reason
+        os._exit(UNGUARDED_EXIT_CODE)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     if threading.current_thread() is not threading.main_thread():  # other threads may not change signals

@@ -46,7 +46,7 @@ WRITTEN_SHARE = 0.5
 """Seconds to write the trace of one layer, as a share of the seconds to simulate it (chosen)."""
 
 # If the distance were odd, the last layer's buffers would be at the other of the two places.
-IN_TURNS = 2
+ALTERNATING_LAYERS = 2
 """Number of consecutive layers whose buffers alternate between the same addresses."""
 
 
@@ -147,7 +147,7 @@ def _shallow_layers(layers: int, period: int) -> int:
     The small model plus one period differs from the full model by a multiple of `IN_TURNS` periods.
     """
     fewest = FEWEST_PERIODS * period
-    return fewest + (layers - fewest - period) % (IN_TURNS * period)
+    return fewest + (layers - fewest - period) % (ALTERNATING_LAYERS * period)
 
 
 def _rehearse(

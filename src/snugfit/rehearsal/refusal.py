@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _RUNS_OPERATORS = "snugfit.rehearsal.record.shape_cache"
 _RUNS_MODULES = "snugfit.step."
 
-_NOT_HERE = (
+_NO_GPU_HINT = (
     "This fails because this machine has no such device. On a GPU the step may work: measure it there, "
     "with snugfit measure."
 )
 _KNOWN = {
-    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NOT_HERE,
-    "requires CUDA support|without ATen_cuda": _NOT_HERE,
-    "on meta device|INTERNAL ASSERT": _NOT_HERE,
+    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NO_GPU_HINT,
+    "requires CUDA support|without ATen_cuda": _NO_GPU_HINT,
+    "on meta device|INTERNAL ASSERT": _NO_GPU_HINT,
     "not on the expected device|same device|device mismatch": (
         "Its code mixes tensors on the CPU with tensors on the GPU, which fails on a GPU too. Create them "
         "with device=x.device, or register them as buffers of the module that uses them."

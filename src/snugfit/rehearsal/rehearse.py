@@ -101,10 +101,7 @@ def rehearse(
         _refuse_no_trainer(trainer_class, loop)
     if (added := job.added_phase) is not None:
         whole_trace: Trace = added.rehearse(
-            job,
-            lambda task: open_it(task, setup),
-            lambda step, count: record_step(step, policy, count),
-            steps,
+            job, lambda new: open_it(new, setup), lambda step, count: record_step(step, policy, count), steps
         )
         return whole_trace
     # A user's own Trainer may have counters, so its steps are recorded in full.
@@ -232,7 +229,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         recording = recorder.recording(notes.attention)
         # Model and recorder reference each other until the collector runs, so the large lists are cleared
         # now.
-        recorder.forget()
+        recorder.clear()
         return recording
 
 

@@ -122,7 +122,7 @@ class Part:
     @cached_property
     def workspaces(self) -> Sequence[Alloc]:
         """Allocations of workspaces (such as cuBLAS's) in this part that are never freed."""
-        return kept_workspaces(self.trace.moves)
+        return permanent_workspaces(self.trace.moves)
 
 
 def without_update(setup: Setup) -> Setup:
@@ -232,7 +232,7 @@ def _join(passes: Part, update: Part) -> Iterator[TraceEvent]:
             yield move
 
 
-def kept_workspaces(moves: Sequence[TraceEvent]) -> list[Alloc]:
+def permanent_workspaces(moves: Sequence[TraceEvent]) -> list[Alloc]:
     """Return the workspaces that a thread allocates once and never frees.
 
     An update runs on the thread of the forward pass, which has allocated its own already.

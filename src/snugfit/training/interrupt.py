@@ -119,18 +119,18 @@ class Interrupts:
         if self.too_late:
             self._begin_deadline()
 
-    def watch_modules(self, look: Callable[[Any], None] | None) -> None:
-        """Call `look` with every module before its forward pass, once a signal to stop has come; None turns
-        this off.
+    def watch_modules(self, callback: Callable[[Any], None] | None) -> None:
+        """Call `callback` with every module before its forward pass, once a signal to stop has come; None
+        turns this off.
 
         Before the signal this costs nothing.
         """
-        self._look = look
+        self._look = callback
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if look is not None and self._stopping is not None:
-            self._hook = _before_each_module(look)
+        if callback is not None and self._stopping is not None:
+            self._hook = _before_each_module(callback)
 
     def raise_if_stopping(self) -> None:
         """Raise `EvaluationStopped` after a signal, between two batches of an evaluation."""
@@ -150,8 +150,8 @@ class Interrupts:
         return True
 
 
-def _before_each_module(look: Callable[[Any], None]) -> Any:
-    """Call `look` before each module's forward in the main thread; return the handle that removes
+def _before_each_module(callback: Callable[[Any], None]) -> Any:
+    """Call `callback` before each module's forward in the main thread; return the handle that removes
     the hook.
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
@@ -159,7 +159,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
     def hook(module: Any, arguments: Any) -> None:
         # The user may run a module in another thread, which must not be stopped.
         if threading.current_thread() is threading.main_thread():
-            look(module)
+            callback(module)
 
     return register_module_forward_pre_hook(hook)
 
@@ -225,10 +225,10 @@ class Stops:
         if self._ranks.are_many:
             self.set_signals(self._ranks.sum(self.flags))
 
-    def watch_modules(self, look: Callable[[Any], None] | None) -> None:
+    def watch_modules(self, callback: Callable[[Any], None] | None) -> None:
         """Call `Interrupts.watch_modules`, but only in a run of one process."""
         if not self._ranks.are_many:
-            self._own.watch_modules(look)
+            self._own.watch_modules(callback)
 
     def wants_checkpoint(self) -> bool:
         """Return True if the user has requested a checkpoint since the last call."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event, Journal
 
 
-AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
+RECHECK_STEPS = (1, 4, 16, 64, 256, 1024)
 """Numbers of finished steps after which the check is repeated that micro-batches give the gradients of the
 whole batch."""
 
@@ -115,7 +115,7 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
     Steps recorded as CUDA graphs are excluded: their memory must not be used for anything else.
     """
-    return steps in AGAIN_AFTER and not setup.records_graphs and not mixing_of(job).reason
+    return steps in RECHECK_STEPS and not setup.records_graphs and not mixing_of(job).reason
 
 
 @final

@@ -23,7 +23,7 @@ from itertools import combinations
 
 from snugfit.features.accuracy.compared_runs import ComparedRun
 
-APART = 0.05
+MIN_DIFFERENCE = 0.05
 """Smallest relative difference in step seconds at which two recipes count as different.
 
 The seconds of a step vary by some per cent between processes.

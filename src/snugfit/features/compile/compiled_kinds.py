@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
     from snugfit.techniques.setup import Setup
 
-STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
+LIBRARY_OPERATORS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
 """Operators that remain library calls in compiled code. The compiler may replace written-out attention, with
 batched products, by one kernel."""
 
@@ -86,7 +86,7 @@ class CompiledKinds(LoweredKinds):
         """Return True if this operator remains a library call in compiled code, such as a matrix product. The
         compiler never recomputes its outputs, so outputs that the backward pass reads are kept.
         """
-        return operator in STAYS or any(name in operator for name in LIBRARIES)
+        return operator in LIBRARY_OPERATORS or any(name in operator for name in LIBRARIES)
 
     def __contains__(self, number: int) -> bool:
         return number in self._uncompiled

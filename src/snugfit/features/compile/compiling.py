@@ -82,13 +82,13 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
         # Evaluation has batches of any length, and each new length would be compiled.
-        if not model.training or model not in _BEFORE:
+        if not model.training or model not in _ORIGINAL_FORWARDS:
             return forward(*arguments, **keywords)
         out = compiled(*arguments, **{**without, **keywords})
         return _with_own_numbers(out) if wish.records_graphs else out
 
     # `vars` contains `forward` only if a library replaced it on this object.
-    _BEFORE[model] = vars(model).get("forward"), run
+    _ORIGINAL_FORWARDS[model] = vars(model).get("forward"), run
     model.forward = run
 
 
@@ -119,7 +119,7 @@ def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compile each of the model's repeated layers."""
     for layers in _stacks_to_compile(model):
         for layer in layers:
-            _BEFORE[layer] = vars(layer).get("forward"), None
+            _ORIGINAL_FORWARDS[layer] = vars(layer).get("forward"), None
             layer.forward = _in_training(layer, layer.forward, wish)
 
 
@@ -262,8 +262,8 @@ def run_as_written(model: torch.nn.Module) -> None:
     wrapper that another library put around a compiled forward pass stays too, around the uncompiled one.
     """
     for module in model.modules():
-        if module in _BEFORE:
-            before, run = _BEFORE.pop(module)
+        if module in _ORIGINAL_FORWARDS:
+            before, run = _ORIGINAL_FORWARDS.pop(module)
             # If a library wrapped the compiled forward pass later, its wrapper must stay.
             if run is not None and vars(module).get("forward") is not run:
                 continue
@@ -272,9 +272,9 @@ def run_as_written(model: torch.nn.Module) -> None:
                 module.forward = before
 
 
-_BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
-    WeakKeyDictionary()
-)
+_ORIGINAL_FORWARDS: WeakKeyDictionary[
+    torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+] = WeakKeyDictionary()
 """Earlier forward method of each compiled module; for a model that was compiled as a whole, also the compiled
 one."""
 

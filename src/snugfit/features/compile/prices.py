@@ -8,13 +8,13 @@ from typing import Any
 from snugfit.prediction.startup import operator_of
 from snugfit.rehearsal.trace.trace import GENERATED
 
-STARTING = 4.5
+STARTUP_SECONDS = 4.5
 """Seconds until torch.compile compiles the first kernel: imports, start of its worker processes, tracing."""
 
 GENERATED_KERNEL = 0.115
 """Seconds to compile one kernel that torch.compile generates, with a share of the code around the kernels."""
 
-IN_WHOLE = 0.027
+WHOLE_MODEL_KERNEL = 0.027
 """Seconds to compile one kernel of a model that is compiled as a whole, in which equal layers share nothing.
 
 `STARTING` and `GENERATED_KERNEL`: seven models whose layers were compiled one by one on the host of one H200,
@@ -42,4 +42,4 @@ def compile_seconds(kernels: Collection[Any], in_programs: int) -> float:
     """Return the seconds of compiling in a first step, without a cache of an earlier run."""
     generated = {kernel for kernel in kernels if operator_of(kernel).startswith(GENERATED)}
     # Equal layers share their kernels if compiled one by one. In a whole model's program each is compiled.
-    return IN_WHOLE * in_programs + (STARTING + GENERATED_KERNEL * len(generated))
+    return WHOLE_MODEL_KERNEL * in_programs + (STARTUP_SECONDS + GENERATED_KERNEL * len(generated))

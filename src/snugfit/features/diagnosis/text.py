@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from snugfit.errors import UsageError
 from snugfit.features.diagnosis.result import FailureKind, Ledger
 from snugfit.features.diagnosis.signs import (
-    BEGINNINGS,
     CPU_REQUEST,
+    FIRST_WORDS,
     FOREIGN,
     KERNEL_LIMIT,
     KILLED_BYTES,
@@ -162,7 +162,7 @@ def _errors(text: str, *, certain: bool) -> list[tuple[Sign, re.Match[str]]]:
     """Return the out-of-memory errors in a log, in order: the certain ones, or else the possible ones. A
     message with sizes counts once, where the memory was requested.
     """
-    starts = [at for word in BEGINNINGS for at in _places(text, word)] if certain else []
+    starts = [at for word in FIRST_WORDS for at in _places(text, word)] if certain else []
     # The wording `you tried to allocate` is that of the CPU's allocator, which has its own sign.
     possible = (REQUEST.match(text, at) for at in starts if not text.endswith("you ", 0, at))
     matches = [(SIGNS[0], match) for match in possible if match]

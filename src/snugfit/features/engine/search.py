@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RECIPES = 3
 """Largest number of recipes (sets of techniques) that this search simulates in full."""
 
-PASSES_TWICE = 1.8
+TWO_PASSES_FACTOR = 1.8
 """Assumed factor on a step's seconds if forward and backward pass run twice to compute the gradient norm. A
 recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The assumed
 factor is lower, so that no faster recipe is missed."""
@@ -79,7 +79,7 @@ def _promising(
     """Yield the recipes to try with updates in the backward pass, by index. Each has its step's seconds, or
     with `smallest` its bytes.
     """
-    space, times = state.space, PASSES_TWICE if job.clip else 1.0
+    space, times = state.space, TWO_PASSES_FACTOR if job.clip else 1.0
     most = state.fastest_that_fits * (1 - AS_FAST)
     for number, bound in state.bounds.items():
         recipe, known = space.candidates[number].recipe, state.evaluated.get(number) or bound

@@ -27,7 +27,7 @@ THREADS = 4
 `core_model_loading.py`).
 """
 
-LEFT_BY_WARM_UP = int(1.2 * GIB)
+UNRESERVED_BYTES = int(1.2 * GIB)
 """Bytes of the GPU that transformers' warm-up does not reserve (`caching_allocator_warmup` of
 `modeling_utils.py`).
 """
@@ -297,7 +297,7 @@ def warm_up_bytes(tensors: Sequence[CheckpointTensor], bits: int, gpu: Gpu | Non
         tensor.elements * bits // 8 if bits and tensor.is_linear else tensor.nbytes for tensor in tensors
     )
     if gpu is not None and gpu.memory_bytes:
-        total = max(0, min(total, gpu.memory_bytes - LEFT_BY_WARM_UP))
+        total = max(0, min(total, gpu.memory_bytes - UNRESERVED_BYTES))
     return total // 2 * 2
 
 

@@ -98,7 +98,7 @@ class OffloadedTensor(torch.Tensor):
         return result
 
 
-OF_EACH_CALL = (
+COPIES_WARNING = (
     "Each call of generate copies its cache back in a stream with memory of its own. Reserved bytes are for "
     f"two calls, and grow with each further one up to {STREAMS}."
 )
@@ -117,7 +117,7 @@ class PrefetchStream:
     def __enter__(self) -> PrefetchStream:
         if self.recorder is not None:
             self._before = self.recorder.memory.use_stream(self.number)
-            self.recorder.warn(OF_EACH_CALL)
+            self.recorder.warn(COPIES_WARNING)
         return self
 
     def __exit__(self, *arguments: Any) -> None:

@@ -52,18 +52,18 @@ class GenerationSettings:
         return cls(**{**job.phase_settings, **({"cache": cache} if cache else {})})
 
     @classmethod
-    def complete(cls, job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, job: Job, requested: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings of text generation by name, with defaults. Raises `JobError` for a value or a
         model that cannot generate.
         """
         names = [entry.name for entry in fields(cls)]
-        for name in given:
+        for name in requested:
             if name not in names:
                 raise JobError(
                     f"Unknown setting {name!r} of the phase generate.{did_you_mean(name, names)} "
                     f"Settings: {', '.join(names)}."
                 )
-        settings = cls(**given)
+        settings = cls(**requested)
         _in_range("new tokens", settings.new_tokens, MOST_TOKENS)
         _in_range("beams", settings.beams, MOST_BEAMS)
         if settings.cache not in CACHES:

@@ -17,14 +17,14 @@ from snugfit.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
-BUSY = 0.85
+DEVICE_BOUND_SHARE = 0.85
 """Limit of the share of a phase's seconds in which the device works. Below it, the phase is bound by the host
 (chosen, as for a step).
 """
 
 HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
 
-BY_LINK = 0.5
+LINK_BOUND_SHARE = 0.5
 """Share of the device's seconds in copies to the host, above which the phase is bound by the link (chosen).
 """
 
@@ -164,9 +164,9 @@ def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
     busy = sum(
         phase_seconds.device_seconds for phase_seconds in timing.phases if phase_seconds.phase == phase
     )
-    if phase == DECODE and timing.link_seconds > BY_LINK * busy:
+    if phase == DECODE and timing.link_seconds > LINK_BOUND_SHARE * busy:
         return LINK
-    if busy < BUSY * seconds:
+    if busy < DEVICE_BOUND_SHARE * seconds:
         return HOST
     setup = prediction.recipe.setup()
     dtype = setup.autocast or setup.weights_dtype or prediction.job.dtype

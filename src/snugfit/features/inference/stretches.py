@@ -224,7 +224,7 @@ def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apa
     """Return True if the sizes of `middle`, `offset` steps after `first`, are on the line to `last`, `apart`
     steps after it.
     """
-    if not _alike(first, middle) or not _alike(first, last):
+    if not _same_structure(first, middle) or not _same_structure(first, last):
         return False
     sizes = ([block.nbytes for block in step.blocks] for step in (first, middle, last))
     return all((b - a) * apart == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
@@ -303,7 +303,7 @@ def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
     )
 
 
-def _alike(first: Stretch, other: Stretch) -> bool:
+def _same_structure(first: Stretch, other: Stretch) -> bool:
     """Return True if two decode steps have the same allocations and kernels, apart from their sizes."""
     return (
         first.events == other.events
@@ -349,7 +349,7 @@ class SizeLine:
         """Return the memory blocks and kernels whose sizes differ between two decode steps; none for steps of
         different structures.
         """
-        if not _alike(left, right):
+        if not _same_structure(left, right):
             return cls(left, [], [])
         blocks = enumerate(zip(left.blocks, right.blocks, strict=True))
         kernels = enumerate(zip(left.kernels, right.kernels, strict=True))

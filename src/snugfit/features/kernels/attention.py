@@ -71,14 +71,14 @@ def takes(model: Any) -> bool:
     """Return True if FlashAttention's kernels for padded batches support this encoder. They need 16 bits, no
     decoder, and a head size within their limit.
     """
-    from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
+    from snugfit.features.kernels.without_padding.attention import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     dtype = activation_dtype(next(model.parameters()))
     # A decoder's mask is also causal, which sequence boundaries cannot express.
     known = config._attn_implementation == "sdpa" and not getattr(config, "is_decoder", False)
-    return known and str(dtype) in HALVES and width <= WIDEST and width % WIDTH_IN == 0
+    return known and str(dtype) in HALVES and width <= MAX_HEAD_SIZE and width % HEAD_SIZE_MULTIPLE == 0
 
 
 def stretches(mask: torch.Tensor) -> torch.Tensor:

@@ -102,11 +102,11 @@ def _either(
     forward: Callable[..., Any], family: DecoderFamily, module: Any, *arguments: Any, **keywords: Any
 ) -> Any:
     # The method of the class, because this one replaces that of the instance.
-    own = partial(type(module).forward, module)
+    original = partial(type(module).forward, module)
     # The kernels save tensors for a backward pass, which evaluation does not have.
     if not module.training:
-        return own(*arguments, **keywords)
-    return forward(module, family, own, *arguments, **keywords)
+        return original(*arguments, **keywords)
+    return forward(module, family, original, *arguments, **keywords)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _add_and_norm(
 
 
 def _norm(
-    self: Any, family: DecoderFamily, own: Callable[..., Any], hidden_states: torch.Tensor
+    self: Any, family: DecoderFamily, original: Callable[..., Any], hidden_states: torch.Tensor
 ) -> torch.Tensor:
     return _add_and_norm(hidden_states, None, self, family)[1]
 
@@ -156,7 +156,7 @@ def _fuse_attention(module: Any, family: DecoderFamily) -> bool:
 def _attend(
     self: Any,
     family: DecoderFamily,
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     hidden_states: torch.Tensor,
     position_embeddings: Any = None,
     attention_mask: torch.Tensor | None = None,
@@ -167,7 +167,7 @@ def _attend(
     projections = projections_of((self.q_proj, self.k_proj, self.v_proj))
     # An adapter may have replaced a layer since the model was built.
     if projections is None:
-        return own(  # type: ignore[no-any-return]
+        return original(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
     width = self.head_dim
@@ -178,7 +178,7 @@ def _attend(
         norms = Norms(self.q_norm.weight, self.k_norm.weight, _eps(self.q_norm), family.from_one)
     query, key, value = attention_inputs(hidden_states, position_embeddings, heads, projections, norms)
     if past_key_values is not None:
-        key, value = _remember(past_key_values, key, value, self.layer_idx)
+        key, value = _append_to_cache(past_key_values, key, value, self.layer_idx)
     extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in family.extras}
     options = extras | keywords
     if self.config._attn_implementation == "sdpa":
@@ -198,7 +198,7 @@ def _project(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return lora_linear(x, projections)[0]
 
 
-def _remember(
+def _append_to_cache(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append keys and values to the cache of layer `index`, and return all cached ones of that layer.
@@ -245,10 +245,10 @@ def _activation(module: Any) -> str:
     )
 
 
-def _gate(self: Any, family: DecoderFamily, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+def _gate(self: Any, family: DecoderFamily, original: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     into, back = _mlp_projections(self)
     if into is None or back is None:
-        return own(x)  # type: ignore[no-any-return]
+        return original(x)  # type: ignore[no-any-return]
     keeps = not getattr(self, RECOMPUTES, False)
     return gated_mlp(x, into, back, tanh=TANH[_activation(self)], keeps=keeps)
 
@@ -270,7 +270,7 @@ def _fuse_layer(module: Any, family: DecoderFamily) -> bool:
 def _run_layer(
     self: Any,
     family: DecoderFamily,
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     hidden_states: torch.Tensor,
     *others: Any,
     **keywords: Any,
@@ -280,7 +280,7 @@ def _run_layer(
     Positional arguments differ between families, so a call with any runs the layer's own code.
     """
     if others:
-        return own(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
+        return original(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
     stream, normed = _add_and_norm(hidden_states, None, self.input_layernorm, family)
     branch, _ = self.self_attn(hidden_states=normed, **keywords)
     before_mlp = self.post_attention_layernorm

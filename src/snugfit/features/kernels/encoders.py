@@ -30,7 +30,7 @@ STREAM = "fused_stream"
 from it, that tensor is the residual.
 """
 
-BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
+TANH_GELUS = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
 """Class names of GELU activations in transformers; True for the approximation by tanh."""
 
 
@@ -121,7 +121,7 @@ def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
 def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
-    by_tanh = BY_TANH.get(type(activation).__name__)
+    by_tanh = TANH_GELUS.get(type(activation).__name__)
     # Without a bias and a GELU, the kernel has nothing to fuse.
     if by_tanh is None or bias is None:
         y: torch.Tensor = activation(product if bias is None else product + bias)

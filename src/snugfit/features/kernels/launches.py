@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 _OPERATORS = "liger_kernel.ops"
-_BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
-_LOADS, _STORES = ("load", *_BOTH), ("store", *_BOTH)
+_ATOMICS = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
+_LOADS, _STORES = ("load", *_ATOMICS), ("store", *_ATOMICS)
 
 _FLUSHES = 256 * MIB
 """Bytes of the buffer that Triton's autotuner writes to flush a GPU's cache."""
@@ -103,12 +103,12 @@ def _time_settings(changes: Sequence[torch.Tensor]) -> None:
         beside += [tensor.clone() for tensor in changes]
 
 
-def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
+def _key_of(tuner: Any, arguments: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """Return the autotuner's cache key for a kernel's arguments (`Autotuner.run`,
     `triton/runtime/autotuner.py`)."""
-    named = [given[name] for name in tuner.keys if name in given]
+    named = [arguments[name] for name in tuner.keys if name in arguments]
     # Triton's key contains the dtypes of all tensor arguments.
-    dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
+    dtypes = [str(arguments[name].dtype) for name in tuner.arg_names if hasattr(arguments.get(name), "dtype")]
     return *named, *dtypes
 
 

@@ -55,7 +55,7 @@ class KernelInterpolator:
             for same in zip(*(sample.kernels for sample in samples), strict=True)
         ]
         self._laws = list(laws)
-        if not all(_alike(law) for law in self._laws):
+        if not all(_differ_only_in_size(law) for law in self._laws):
             raise NotInterpolable
 
     def at(self, length: int) -> Trace:
@@ -67,7 +67,7 @@ class KernelInterpolator:
         return Trace((), (), (), tuple(kernels[number] for number in self._order), self.waits, ())
 
 
-def _alike(kernels: Sequence[Kernel]) -> bool:
+def _differ_only_in_size(kernels: Sequence[Kernel]) -> bool:
     """Return True if these kernels, one for each simulated length, differ only in sizes."""
     plain = {kernel._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for kernel in kernels}
     return len(plain) == 1 and len({tuple(map(len, kernel.shapes)) for kernel in kernels}) == 1

@@ -187,8 +187,8 @@ def _steps(
     ]
 
 
-def _mean(of: Sequence[LengthSeconds]) -> LengthSeconds:
-    return LengthSeconds(*(sum(values) / len(of) for values in zip(*of, strict=True)))
+def _mean(lengths: Sequence[LengthSeconds]) -> LengthSeconds:
+    return LengthSeconds(*(sum(values) / len(lengths) for values in zip(*lengths, strict=True)))
 
 
 def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:

@@ -29,21 +29,21 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
-WORTH = 0.01
+MIN_GAIN = 0.01
 """Smallest relative gain in samples per second that is listed."""
 
 FREE = 0.005
 """Greatest relative slowdown of a step at which a larger batch still counts as equally fast."""
 
 MULTIPLES = (8, 64)
-STEEP = 2
+MIN_SLOPE = 2
 """Least ratio of saved seconds to saved length, both relative, from which a shorter length ends a tile or a
 wave.
 
 Attention alone makes shorter sequences slightly faster, token by token.
 """
 
-NEAR = 4
+BATCH_DIVISOR = 4
 """Divisor of the job's batch size. Listed batch sizes differ from it by at most a fourth."""
 
 
@@ -111,7 +111,7 @@ class _At:
             more_bytes=needed - self.profiler.bytes(self.length, self.padded).needed_bytes,
             step_seconds=other.seconds(),
             assumed=not knows_alignment(self.profiler.gpu)
-            and self.gain(other, tokens=tokens, rates=without_alignment_cost(self.profiler.rates)) < WORTH,
+            and self.gain(other, tokens=tokens, rates=without_alignment_cost(self.profiler.rates)) < MIN_GAIN,
         )
 
     def seconds(self, rates: Rates | None = None) -> float:
@@ -129,7 +129,7 @@ class _At:
         """Return True if the other step saves a far larger share of seconds than `share`, the share by which
         it is shorter.
         """
-        return 1 - other.seconds() / self.seconds() > STEEP * share
+        return 1 - other.seconds() / self.seconds() > MIN_SLOPE * share
 
     def with_changes(self, **changes: Any) -> _At:
         """Return the simulated step at the same length for a job with these fields changed."""
@@ -158,9 +158,9 @@ def _vocabulary(at: _At) -> Iterator[Size]:
         other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
         candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
         # A larger multiple must be clearly faster than a smaller one.
-        if best is None or candidate.gain > best.gain + WORTH:
+        if best is None or candidate.gain > best.gain + MIN_GAIN:
             best = candidate
-    if best is not None and best.gain > WORTH:
+    if best is not None and best.gain > MIN_GAIN:
         yield best
 
 
@@ -187,7 +187,7 @@ def _length(at: _At) -> Iterator[Size]:
         known = [
             size_change
             for size_change in candidates
-            if size_change.proposed is proposed and size_change.gain > WORTH
+            if size_change.proposed is proposed and size_change.gain > MIN_GAIN
         ]
         if known:
             yield max(known, key=lambda size_change: size_change.gain)
@@ -202,7 +202,7 @@ def _batch(at: _At) -> Iterator[Size]:
     """
     pieces = at.profiler.recipe.setup().micro_batches
     samples = at.profiler.job.batch_size // pieces
-    low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
+    low, high = samples - samples // BATCH_DIVISOR, samples + -(-samples // BATCH_DIVISOR)
     steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
     seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
     # Interpolation needs three simulated sizes, with others between them.
@@ -213,7 +213,7 @@ def _batch(at: _At) -> Iterator[Size]:
     for size in sorted({smaller, free} - {samples}):
         other = steps.get(size) or at.with_changes(batch_size=size * pieces)
         size_change = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
-        if size_change.gain > WORTH:
+        if size_change.gain > MIN_GAIN:
             yield size_change
 
 
@@ -259,7 +259,7 @@ def _widths(at: _At) -> Iterator[Size]:
             width_names.setdefault(width, kernel.module)
     whole = at.seconds()
     for width, seconds in lost.items():
-        if (gain := whole / (whole - seconds) - 1) > WORTH:
+        if (gain := whole / (whole - seconds) - 1) > MIN_GAIN:
             yield Size(
                 what="width",
                 given=width,

@@ -415,7 +415,7 @@ def _first_of(loader: Any, device: torch.device) -> Any:
     with preserve_rng(device):
         loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
         rng = DataRng(loader)
-        with rng.apart():
+        with rng.preserve():
             rng.begin_epoch()
             try:
                 return next(iter(loader), None)

@@ -23,9 +23,9 @@ class Media(Feature):
         """Return a function that reads the pictures in folders named by class; None if `folders` has no
         pictures.
         """
-        from snugfit.features.media.picture_folders import ClassFolders, holds_pictures
+        from snugfit.features.media.picture_folders import ClassFolders, contains_pictures
 
-        return partial(ClassFolders, folders=folders) if holds_pictures(folders) else None
+        return partial(ClassFolders, folders=folders) if contains_pictures(folders) else None
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
         """Return the dataset's rows as samples for a task with pictures or sounds; None for other tasks."""

@@ -64,9 +64,9 @@ class MediaEntry:
         """Return the bytes of the media file; None if the value is decoded already. Raises `UsageError` for
         an unreadable file.
         """
-        held = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
-        if isinstance(held, bytes | bytearray | memoryview):
-            return bytes(held)
+        content = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
+        if isinstance(content, bytes | bytearray | memoryview):
+            return bytes(content)
         path = self.path
         if path is None:
             return None

@@ -24,7 +24,7 @@ PICTURES = (
 )  # fmt: skip
 
 
-def holds_pictures(folders: Sequence[Path]) -> bool:
+def contains_pictures(folders: Sequence[Path]) -> bool:
     """Return True if any of the folders contains a picture."""
     return any(_is_picture(entry.name) for folder in folders for entry in os.scandir(folder))
 

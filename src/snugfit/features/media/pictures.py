@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Pillow's modes with 8 bits per channel, by the number of channels."""
 
-DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes with more than 8 bits per pixel, whose values Pillow would clip at 255."""
 
 ORIENTATION, UPRIGHT = 0x0112, 1
@@ -75,7 +75,7 @@ class PicturePreprocessor:
         mode = MODES.get(self.shape[0])
         if mode is None or picture.mode == mode:
             return picture
-        if picture.mode in DEEP:
+        if picture.mode in DEEP_MODES:
             raise UsageError(
                 f"{entry.name}: its pixels have more than 8 bits (Pillow's mode {picture.mode}), which "
                 "would be lost. Convert it to 8 bits first."

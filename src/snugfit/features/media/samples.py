@@ -295,19 +295,19 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_processor(given: Any, job: Job) -> Any:
+def load_processor(named: Any, job: Job) -> Any:
     """Return the image processor or feature extractor for the job's task.
 
-    `given` is its name, its folder, or a processor of transformers, perhaps with several parts. Raises
+    `named` is its name, its folder, or a processor of transformers, perhaps with several parts. Raises
     `UsageError` if it cannot be loaded.
     """
     from transformers import AutoFeatureExtractor
 
     inner, noun = _KINDS[job.task]
-    if isinstance(given, str | os.PathLike):
+    if isinstance(named, str | os.PathLike):
         is_picture = job.task == PICTURES.name
         return load_pretrained(
-            given,
+            named,
             _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
             noun,
             word="processor",
@@ -315,12 +315,12 @@ def load_processor(given: Any, job: Job) -> Any:
             file=FILES[0],
         )
     # A multi-part processor has the image processor or feature extractor as an attribute.
-    processor = getattr(given, inner, given)
+    processor = getattr(named, inner, named)
     inputs = getattr(processor, "model_input_names", None)
     # A tokenizer can be called too, but it has a vocabulary.
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
-            f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
+            f"The processor is of type {type(named).__name__}; for {job.task} it must be transformers' "
             f"{noun}, or its folder."
         )
     return processor
@@ -340,13 +340,13 @@ def own_folder(job: Job) -> Path | None:
     return folder if folder and has_processor(folder, job) else None
 
 
-def has_processor(given: Any, job: Job) -> bool:
+def has_processor(value: Any, job: Job) -> bool:
     """Return True if a folder, or a transformers processor with several parts, contains the processor for the
     job's task.
     """
-    if isinstance(given, str | os.PathLike):
-        return any((Path(given).expanduser() / name).exists() for name in FILES)
-    return hasattr(given, _KINDS[job.task][0])
+    if isinstance(value, str | os.PathLike):
+        return any((Path(value).expanduser() / name).exists() for name in FILES)
+    return hasattr(value, _KINDS[job.task][0])
 
 
 def settings_of(preprocessor: Any) -> dict[str, Any]:

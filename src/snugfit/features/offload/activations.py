@@ -98,13 +98,13 @@ class Region:
         self.sent: Any = None
         """Event after which the region's storages are on the host, so that device memory can be freed."""
 
-    def alive(self) -> list[OffloadedStorage]:
+    def live_storages(self) -> list[OffloadedStorage]:
         """Return the storages of this group that autograd still needs."""
         return [storage for member in self.members.values() if (storage := member()) is not None]
 
     def leave_device(self) -> None:
         """Free the device memory of the layer's saved storages, once their copies to the host are done."""
-        members = self.alive()
+        members = self.live_storages()
         if members and self.sent is not None:
             # The copies of a region run in order, so that one event marks the end of all.
             members[0].link.wait(self.sent)
@@ -390,7 +390,7 @@ class ActivationOffload:
         memory of the group before it is freed.
         """
         region, self._region = self._region, None
-        members = region.alive() if region is not None else []
+        members = region.live_storages() if region is not None else []
         if region is None or not members:
             return
         # A storage may belong to two regions. It is copied with the first one.
@@ -429,7 +429,7 @@ class ActivationOffload:
 
     def _bring(self, region: Region) -> None:
         """Start to copy a group's storages back to the device, except those that are there already."""
-        on_host = [member for member in region.alive() if member.base is None]
+        on_host = [member for member in region.live_storages() if member.base is None]
         if not on_host:
             return
         link = on_host[0].link

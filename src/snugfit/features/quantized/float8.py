@@ -83,7 +83,7 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
         converted = model.get_submodule(name)
         # torchao's converted layers are in training mode at first.
         converted.train(module.training)
-        _BEFORE[converted] = module
+        _ORIGINAL_LINEARS[converted] = module
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -124,12 +124,12 @@ def put_back(model: torch.nn.Module) -> None:
         return
     # A list, because the loop changes the modules.
     for name, module in list(model.named_modules()):
-        if module in _BEFORE:
+        if module in _ORIGINAL_LINEARS:
             parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, _BEFORE.pop(module))
+            setattr(model.get_submodule(parent), own_name, _ORIGINAL_LINEARS.pop(module))
 
 
-_BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
+_ORIGINAL_LINEARS: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
 """The original linear layer of each converted one."""
 
 

@@ -69,11 +69,11 @@ def predict_sglang(
     capacity = request.gpu.nvml_total_bytes or total
     chunk, graphs = _defaults(request, capacity)
     share = request.utilization or _default_share(request, capacity, chunk, graphs)
-    held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
+    loaded_bytes = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
     # Communication buffers are allocated before the free memory is read.
     outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
     free = total - outside
-    available = int(free * share) - held
+    available = int(free * share) - loaded_bytes
     cached = CACHE_BYTES["sglang"].get(request.cache_dtype, number)
     length = request.max_model_len or sizes.longest or DEFAULT_LENGTH
     tokens = request.tokens or length
@@ -101,7 +101,7 @@ def predict_sglang(
     return ServingAnswer(
         model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
-        usable_bytes=int(free * share), utilization=share, weights_bytes=held,
+        usable_bytes=int(free * share), utilization=share, weights_bytes=loaded_bytes,
         weights_layout=layout.name if layout else dtype,
         activation_bytes=max(0, min(int(chunk * PER_TOKEN_MIB * MIB), spare)), non_torch_bytes=outside,
         graph_bytes=graph_bytes,

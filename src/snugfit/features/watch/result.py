@@ -146,10 +146,10 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
 # ---- advice -----------------------------------------------------------------------------------------------
 
 
-NEARLY_FULL = 0.95
+FULL_SHARE = 0.95
 """Share of the GPU's memory above which a longer batch may not fit (chosen)."""
 
-HALF_EMPTY = 0.5
+ROOMY_SHARE = 0.5
 """Share of the GPU's memory below which a larger batch fits (chosen)."""
 
 IDLE = 0.8
@@ -200,7 +200,7 @@ def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
             f"Memory was too tight: {gpu.retries} times the allocator had to release its cache, which costs "
             f"time. {smaller}"
         )
-    elif used and usable > 0 and used > NEARLY_FULL * usable:
+    elif used and usable > 0 and used > FULL_SHARE * usable:
         yield f"At its peak {used / usable:.0%} of the memory was used: a longer batch may not fit. {smaller}"
     unused = (gpu.reserved_bytes or 0) - (gpu.allocated_bytes or 0)
     if unused > max(FRAGMENTED_BYTES, FRAGMENTED * (gpu.reserved_bytes or 0)):
@@ -237,7 +237,7 @@ def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
     elif thread_share > BUSY:
         usable = (gpu.total_bytes or 0) - (gpu.reserve_bytes or 0)
         used = gpu.nvml_bytes or gpu.reserved_bytes or 0
-        larger = " There is memory for a larger batch." if 0 < used < HALF_EMPTY * usable else ""
+        larger = " There is memory for a larger batch." if 0 < used < ROOMY_SHARE * usable else ""
         yield (
             f"{idle}, while Python was busy {thread_share:.0%} of it: it launches kernels more slowly than "
             "they run, or loads data in the same process. A larger batch, `torch.compile` and a fused "

@@ -54,9 +54,9 @@ __all__ = (
 ON_GPU = "oom:"
 """Prefix of recorded causes of a failure that mean exhausted GPU memory."""
 
-LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
+SEARCH_MESSAGE = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
 
-LESS = 0.9
+MEMORY_SHARE = 0.9
 """Memory limit for suggested changes, as a share of the predicted need. It applies if a step that was
 predicted to fit did not fit.
 """
@@ -198,7 +198,7 @@ def end_with_ways_out(
             raise
         import torch
 
-        watch({"event": "note", "text": LOOKING})
+        watch({"event": "note", "text": SEARCH_MESSAGE})
         total = torch.cuda.mem_get_info(device)[1]
         if not (text := ways_out_of(job, recipe, torch.cuda.get_device_name(device), total)):
             raise
@@ -231,14 +231,16 @@ def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
     need.
     """
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
-    limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
+    limit = (
+        min(limit, int(MEMORY_SHARE * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
+    )
     return replace(prediction, memory_bytes=limit)
 
 
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 
-MANY = 3
+MAX_SUGGESTED = 3
 """Number of suggested changes from which no further command is suggested."""
 
 NO_SLOWDOWN = 0.0005
@@ -261,7 +263,7 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe", turn: st
         yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
     elif ways.larger_gpu:
         yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu, turn)}"
-    if len(ways.ways) < MANY and command:
+    if len(ways.ways) < MAX_SUGGESTED and command:
         yield f"A plan searches all techniques: {command}"
 
 

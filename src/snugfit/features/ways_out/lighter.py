@@ -57,7 +57,7 @@ add up exactly.
 GUESSES = 3
 """Number of settings of one technique that are simulated to find the mildest one that fits."""
 
-LIKELY_LOSS = 0.3
+FRAGMENTATION_RATIO = 0.3
 """Assumed ratio of a recipe's fragmentation to the largest one of similar recipes (chosen).
 
 Similar recipes were simulated and share one of its techniques.
@@ -68,7 +68,7 @@ SLOW_RECOMPUTATION = 0.1
 recomputed as needed to fit.
 """
 
-WORTHWHILE = 0.01
+MIN_SAVED_SHARE = 0.01
 """Smallest share of a step's seconds that recomputing fewer layers must save to be tried (chosen)."""
 
 
@@ -439,7 +439,7 @@ class LighterRecipes:
             if figures and self.costs.bounds.get(known) and known[Slot.ALLOCATOR] == recipe[Slot.ALLOCATOR]
             if known == self.base or not changed.isdisjoint(known[slot] for slot in self.slots(known))
         ]
-        return self._bound_bytes(recipe) + LIKELY_LOSS * max(losses, default=0) <= self.memory_bytes
+        return self._bound_bytes(recipe) + FRAGMENTATION_RATIO * max(losses, default=0) <= self.memory_bytes
 
     def _fits(self, recipe: Recipe) -> bool:
         figures = self._evaluate(recipe)
@@ -469,7 +469,7 @@ class LighterRecipes:
         is_bent = False
         for _ in range(GUESSES):
             no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # one grade less misses
-            if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
+            if no_room or (high - low - 1) * a_grade <= MIN_SAVED_SHARE * few.seconds:
                 break
             guess = guess_between(low, high, low_bytes, high_bytes, limit)
             # If memory is far from linear, the first guess may be near one end. The second one is then the

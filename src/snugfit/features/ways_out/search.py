@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OFFERED = 3
 """Number of changes that a result suggests."""
 
-ENOUGH = 16
+MAX_SIMULATED = 16
 """Number of simulated recipes after which the search ends if some fit (chosen)."""
 
 LARGER_GPUS = 8
@@ -119,7 +119,7 @@ def _stages(
     for fidelity in degrees:
         say("one technique")
         yield lighter.singles(fidelity)
-        if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > ENOUGH):
+        if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > MAX_SIMULATED):
             return
         if not lighter.may_fit_together(fidelity):
             continue
@@ -130,7 +130,7 @@ def _stages(
             yield lighter.many_at_once(fidelity)
             continue
         for slot in lighter.slots(next(iter(offers))):
-            if lighter.evaluations > ENOUGH:
+            if lighter.evaluations > MAX_SIMULATED:
                 return
             yield (recipe for recipe in lighter.many_at_once(fidelity, without=slot) if recipe not in offers)
 

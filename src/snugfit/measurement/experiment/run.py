@@ -145,7 +145,7 @@ def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
     """Wait until no other process uses the GPUs, and return the memory and processes of each GPU. The time
     limit applies to all of them together.
     """
-    deadline = time.monotonic() + contamination.PATIENCE
+    deadline = time.monotonic() + contamination.MAX_WAIT_SECONDS
     return [
         contamination.before(target.card, patience=max(0.0, deadline - time.monotonic()))
         if target.card

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from snugfit.rehearsal.record.first_launches import known_settings
 from snugfit.rehearsal.rehearse import record_step
-from snugfit.rehearsal.splice import Part, kept_workspaces, without_update
+from snugfit.rehearsal.splice import Part, permanent_workspaces, without_update
 from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches
 from snugfit.rehearsal.trace.relative import Alloc, Free, TraceEvent
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
@@ -248,7 +248,9 @@ def update_of(part: Part) -> UpdateProfile:
     (made_before, makes), (_, steady), *_ = part.cut
     allocs = (move for move in made_before if isinstance(move, Alloc))
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
-    workspaces = sum(alloc.nbytes for alloc in kept_workspaces(makes))  # passes may have taken them already
+    workspaces = sum(
+        alloc.nbytes for alloc in permanent_workspaces(makes)
+    )  # passes may have taken them already
     states = sum(map(_change, makes)) + gradients - workspaces
     last = part.cut[-1].update
     return UpdateProfile(max(accumulate(map(_change, steady)), default=0), states, _work(last))

@@ -261,18 +261,20 @@ class _PassesBounds:
         """Return a lower bound of the peak of allocated bytes in forward and backward, including weights and
         optimizer states.
         """
-        return int(self._standing(setup) + self._rise(setup))
+        return int(self._resting_bytes(setup) + self._rise(setup))
 
     def in_layers(self, setup: Setup) -> int:
         """Return a lower bound of the peak of allocated bytes while a repeated layer runs."""
-        return int(self._standing(setup) + self._rise(setup, in_layers))
+        return int(self._resting_bytes(setup) + self._rise(setup, in_layers))
 
     def unkept(self, setup: Setup) -> int:
         """Return a lower bound of the peak bytes in forward and backward, without the activations that each
         layer keeps for backward.
         """
         # One depth allows no extrapolation, and 0 is a valid lower bound.
-        return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
+        return (
+            int(self._resting_bytes(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
+        )
 
     def outside(self, setup: Setup) -> int:
         """Return a lower bound of the peak bytes while no layer runs, without the activations that each layer
@@ -283,7 +285,7 @@ class _PassesBounds:
         # autocast keeps casts of the layers' weights until the forward pass ends; compiled layers keep none
         keeps_inputs = setup.checkpoint == EVERY_LAYER and setup.autocast is None
         layers = None if keeps_inputs else 0
-        return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
+        return int(self._resting_bytes(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
         """Return a lower bound of the allocated bytes at the start of the backward pass if the layers are
@@ -293,19 +295,19 @@ class _PassesBounds:
             sum(n for name, n in profile.kept_bytes.items() if lowered_kinds().is_left(name))
             for profile in self._profiles(setup)
         ]
-        return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
+        return int(self._resting_bytes(setup) + self.fit.extrapolate(left_bytes))
 
     def resting(self, setup: Setup) -> int:
         """Return a lower bound of the peak of allocated bytes during the optimizer update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         in_update = self.update_fit.extrapolate([update.peak_increase for update in updates])
-        return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
+        return int(self._resting_bytes(setup) + self._gradient_bytes(setup) + in_update)
 
     def _gradient_bytes(self, setup: Setup) -> float:
         """Return the bytes of all gradients at the end of the backward pass."""
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
-    def _standing(self, setup: Setup) -> float:
+    def _resting_bytes(self, setup: Setup) -> float:
         """Return the allocated bytes between steps: weights, optimizer states and permanent allocations."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         # Passes and update are simulated at different depths, so each is extrapolated separately.
@@ -366,7 +368,7 @@ class _PassesBounds:
         """
         if setup.lowering is not None or launches_otherwise(setup):
             return ()
-        return self._device_seconds(setup, self._left_by_compilers)
+        return self._device_seconds(setup, self._library_kernels)
 
     def _device_seconds(self, setup: Setup, part: Callable[[Work], Work]) -> Sequence[float]:
         """Return the seconds in which each GPU runs the kernels that `part` selects, plus those of the
@@ -393,7 +395,7 @@ class _PassesBounds:
         seconds: list[float] = (self._device_s[key] + line(self.update_fit, updates)).tolist()
         return seconds
 
-    def _left_by_compilers(self, work: Work) -> Work:
+    def _library_kernels(self, work: Work) -> Work:
         """Return the kernels that compiled layers launch too, such as matrix products. The result is cached,
         since timers identify work by its id.
         """

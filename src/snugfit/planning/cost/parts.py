@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.lower_bounds import LowerBounds, StepBounds
 from snugfit.planning.cost.periodic import (
-    MANY,
+    MIN_PERIODIC,
     AllocatorPeaks,
     Requests,
     micro_batch_works,
@@ -36,7 +36,7 @@ from snugfit.planning.cost.short_passes import (
     short_passes,
     write_out,
 )
-from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShare, StartupShares
+from snugfit.planning.cost.startup_share import ENDLESS_RUN, PlannedRun, StartupShare, StartupShares
 from snugfit.planning.cost.timer import Timer, seconds_of
 from snugfit.planning.step_key import as_rehearsed, as_written, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import replay
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-REMEMBERED_PARTS = 48
+CACHED_PARTS = 48
 """Largest number of cached simulations of parts of a step, each of about ten megabytes. It exceeds the number
 of different forward and backward passes in most searches.
 """
@@ -109,7 +109,7 @@ class Parts:
         timer: Timer,
         *,
         shallow: bool = True,
-        run: PlannedRun = ENDLESS,
+        run: PlannedRun = ENDLESS_RUN,
     ) -> None:
         self.job, self.gpus, self.timer = job, gpus, timer
         self.startup = StartupShares(job, run)
@@ -202,14 +202,14 @@ class Parts:
         if run is not None:
             requests = Requests(run)
             peaks = {kind: replay_periodic(requests, expandable=kind) for kind in kinds}
-            few = 1 if setup.micro_batches >= MANY else setup.micro_batches
+            few = 1 if setup.micro_batches >= MIN_PERIODIC else setup.micro_batches
             return _Replays(run.steady_step(few), peaks)
         trace = self._whole_trace(setup)
         return _Replays(trace, {kind: _peaks_of(trace, expandable=kind) for kind in kinds})
 
     def _seconds(self, setup: Setup, trace: Trace) -> Sequence[float]:
         """Return the seconds of the step on each GPU; its trace may have fewer micro-batches."""
-        if setup.micro_batches >= MANY and self.job.trains:
+        if setup.micro_batches >= MIN_PERIODIC and self.job.trains:
             return seconds_of(self.timer, micro_batch_works(trace, setup.micro_batches))
         return self.timer(trace)
 
@@ -349,7 +349,7 @@ class Parts:
         if key not in self._whole:
             self._whole[key] = make()
         self._whole.move_to_end(key)
-        if len(self._whole) > REMEMBERED_PARTS:
+        if len(self._whole) > CACHED_PARTS:
             self._whole.popitem(last=False)
         result: _Result = self._whole[key]
         return result

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.repeat import PeriodicRun
     from snugfit.rehearsal.trace.trace import Trace
 
-MANY = 16
+MIN_PERIODIC = 16
 """Number of micro-batches from which a step's seconds are computed from only three: the first, a middle one
 and the last.
 """
@@ -71,8 +71,8 @@ class Requests:
         allocation.
         """
         left: Counter[int] = Counter()
-        for some, times in self.recorded[-1]:
-            for stack, action in some:
+        for requests, times in self.recorded[-1]:
+            for stack, action in requests:
                 left[stack] += (times if action > 0 else -times) if stack >= 0 else 0
         return self.steps > 1 and not any(left.values())
 
@@ -123,9 +123,9 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
         handed_out = tuple([tuple([block.address for block in stack]) for stack in stacks])
         return handed_out, allocator.state()
 
-    def replay(some: Sequence[Request]) -> None:
+    def replay(requests: Sequence[Request]) -> None:
         allocate, release = allocator.allocate, allocator.release
-        for stack, action in some:
+        for stack, action in requests:
             if action is MarkKind.CACHE_EMPTIED:
                 allocator.empty_cache()
             elif stack < 0:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MICRO_BATCHES = 2
 """Largest number of micro-batches to record. Further ones are copies of the last."""
 
-SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
+EVENT_COUNTS = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
 """Names of the fields of `Kernel` that count events since the previous kernel."""
 
 
@@ -140,7 +140,7 @@ def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -
     """
     if not left_out:
         return kernel
-    counts = {name: sum(getattr(counted, name) for counted in (*left_out, kernel)) for name in SINCE_THE_LAST}
+    counts = {name: sum(getattr(counted, name) for counted in (*left_out, kernel)) for name in EVENT_COUNTS}
     return kernel._replace(**counts | {"views": counts["views"] - replaced})
 
 

@@ -24,7 +24,7 @@ HOUR = 3600
 SAMPLES = 1000
 """Number of samples to which a cost in USD refers."""
 
-DEAREST = 1e6
+MAX_PRICE = 1e6
 """Largest accepted price of a GPU, in USD an hour."""
 
 
@@ -58,7 +58,7 @@ class Prices:
 
 
 def _price(value: object, gpu_name: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= DEAREST:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_PRICE:
         return float(value)
     raise UsageError(
         f"{gpu_name} costs {value!r}. A price must be a number above 0: USD per hour, such as 2.5."

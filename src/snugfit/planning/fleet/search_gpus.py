@@ -40,7 +40,7 @@ from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknow
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.keep import Free, Keep
-from snugfit.planning.plan import NEARLY_AS_SMALL, Counts, nearest_miss
+from snugfit.planning.plan import EXTRA_BYTES_SHARE, Counts, nearest_miss
 from snugfit.planning.search.plan_request import PlanRequest
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.search import best_of, front_of, search
@@ -229,8 +229,8 @@ class SearchOfGpu:
         self.state = SearchState(
             space,
             memory_bytes=self.memory_bytes - headroom_bytes,
-            beyond=NEARLY_AS_SMALL,
-            nearly=0.0 if smallest else NEARLY_AS_SMALL,
+            beyond=EXTRA_BYTES_SHARE,
+            nearly=0.0 if smallest else EXTRA_BYTES_SHARE,
             slowest=1 + AS_FAST,
         )
         # If only the smallest recipe is needed, no candidate belongs on the Pareto front.

@@ -119,20 +119,20 @@ def predict(
 
 def resolve(
     job: Job,
-    rest: Recipe | str,
+    fixed: Recipe | str,
     *,
     gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
     **options: Any,
 ) -> Resolved:
-    """Return the recipe `rest` with the least recomputing and offloading with which it fits, and the reason.
+    """Return the recipe `fixed` with the least recomputing and offloading with which it fits, and the reason.
 
     `options` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
     """
     if gpu is None and memory_bytes is None:
         raise UsageError(NO_LIMIT)
     gpu = find_gpu(gpu) if gpu is not None else None
-    base = rest if isinstance(rest, Recipe) else Recipe.parse(rest)
+    base = fixed if isinstance(fixed, Recipe) else Recipe.parse(fixed)
     search = _AutoSearch(job, {"gpu": gpu, "memory_bytes": memory_bytes, **options})
     if search.leaves_headroom(base):
         return _resolve_to(base, "all activations fit", search)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
 
-AHEAD_SHARE = 2.0
+LOOKAHEAD_SHARE = 2.0
 """Share by which the least possible seconds of a task's recipes may exceed those of other workers' tasks
 (chosen).
 """
@@ -117,8 +117,8 @@ class BestFirst:
     def _fastest_task(self, worker: int) -> _SearchTask | None:
         """Return the task with the least possible seconds per step that this worker may take."""
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
-        evaluation = self._next_to_evaluate(worker, now * (1 + AHEAD_SHARE))
-        most = evaluation.seconds if evaluation else now * (1 + AHEAD_SHARE)
+        evaluation = self._next_to_evaluate(worker, now * (1 + LOOKAHEAD_SHARE))
+        most = evaluation.seconds if evaluation else now * (1 + LOOKAHEAD_SHARE)
         # Postponed groups can be compared only with the lower bounds of recipes that recompute nothing.
         screened = None if self._awaits_first_bounds() else self._next_screened(worker, most, now)
         # The exact simulation waits until a group that may be faster has lower bounds.
@@ -227,7 +227,7 @@ class BestFirst:
         self._results += 1
         self._complete = False
         if task.method == "evaluate":
-            self.state.learn_group(task.numbers, answer.value)
+            self.state.store_group(task.numbers, answer.value)
             kinds = self.kinds.kinds_by(task.numbers)
         else:
             screening = note(self.state.space, task.numbers, answer.value)

@@ -67,7 +67,7 @@ KEPT_RECIPES = 2
 ROUNDS = 4
 """Largest number of rounds for one recipe; each simulates up to two numbers of recomputed layers."""
 
-NEVER_SEEN = 0.25
+ASSUMED_RECOMPUTE_SHARE = 0.25
 """Assumed share of a step's seconds that the recomputation of each layer adds, if no simulated step shows it.
 A forward pass has a third of a step's FLOPs.
 """
@@ -302,7 +302,7 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
         # certain.
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
-            most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
+            most = max(full.seconds, known.seconds) if full else known.seconds * (1 + ASSUMED_RECOMPUTE_SHARE)
             yield _UnfitAndRecomputed(number, known.needed_bytes, known.seconds, least, most)
 
 
@@ -377,7 +377,7 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
         state.bounds[number] = Bound(0, 0.0)
     else:
         state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)
-        state.learn(number, figures)
+        state.store(number, figures)
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 
-ENOUGH = 8
+MIN_FINISHED = 8
 """Number of finished tasks before the time left is estimated, and weight of the previous estimate. One task
 may take ten times as long as another.
 """
@@ -35,10 +35,10 @@ class Progress:
         self.skipped += skips
         now = time.monotonic()
         left = ""
-        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first tasks wait for imports
+        if self.done - self.skipped >= min(self.total / 10, MIN_FINISHED):  # the first tasks wait for imports
             per_step = (now - self.began) / (self.done - self.skipped)
             estimate = now + per_step * (self.total - self.done) * share
-            self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH
+            self.end = estimate if self.end is None else self.end + (estimate - self.end) / MIN_FINISHED
             left = f", about {_to_fives(max(0.0, self.end - now))} s left"
         self.tell(f"{self.label} {self.done} of {self.total}{left}")
 

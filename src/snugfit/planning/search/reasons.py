@@ -167,13 +167,15 @@ def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
     return [number for number in state.space.others(similar, slot) if not state.must_be_lowered(number)]
 
 
-def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
+def _because(
+    recipe: Recipe, other: Recipe | None, figures_of_recipe: Figures, figures: Figures | None
+) -> str:
     """Return a sentence on the launch seconds that the recipe's CUDA graphs save, in comparison with the
     other recipe. Return an empty text if they save none.
     """
     if other is None or figures is None or not launches_otherwise(recipe.setup()):
         return ""
-    saved = figures.seconds - own.seconds
+    saved = figures.seconds - figures_of_recipe.seconds
     if saved <= 0 or not differ_in_launches(recipe.setup(), other.setup()):
         return ""
     return f"bound by the host: {show_seconds(saved)} of launches saved"
@@ -184,7 +186,7 @@ def _reason(
     recipe: Recipe,
     other: Recipe | None,
     figures: Figures | None,
-    why_kept: str,
+    kept_reason: str,
 ) -> Reason:
     return Reason(
         slot=slot.value,
@@ -194,7 +196,7 @@ def _reason(
         step_seconds=figures.step_seconds if figures else None,
         once_seconds=figures.once if figures else None,
         why_not="" if figures or not other else "it is not possible for this job, GPU and fidelity",
-        kept=why_kept,
+        kept=kept_reason,
     )
 
 

@@ -305,7 +305,7 @@ def _timer_of(gpu: Gpu | None) -> Timer:
 # ---- the best few ------------------------------------------------------------------------------------------
 
 
-TOGETHER = 4
+TRACES_PER_WORKER = 4
 """Number of traces that each worker process evaluates between two checks of the ranking."""
 
 
@@ -329,7 +329,7 @@ def rank_best(
         worst = _value(state, ranked[-1], objective) if len(ranked) == count else math.inf
         tell(f"checking the best {count}: {len(ranked)} found")
         todo: list[list[int]] = []
-        while waiting and len(todo) < TOGETHER * len(pool.workers) and least(waiting[0][0]) < worst:
+        while waiting and len(todo) < TRACES_PER_WORKER * len(pool.workers) and least(waiting[0][0]) < worst:
             todo.append(waiting.popleft())
         if not todo:
             return ranked
@@ -355,7 +355,7 @@ def _value(state: SearchState, number: int, objective: str) -> float:
 # ---- without an update -------------------------------------------------------------------------------------
 
 
-WHY = "alone it makes the step neither faster nor smaller, so it was not combined (--keep '{}' does so)"
+NO_GAIN = "alone it makes the step neither faster nor smaller, so it was not combined (--keep '{}' does so)"
 
 
 def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smallest: bool) -> None:
@@ -382,7 +382,7 @@ def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smalle
     for technique in sorted(useless, key=str):
         count = sum(technique in candidates[number].recipe for number in left_out)
         if count:
-            reason = WHY.format(technique)
+            reason = NO_GAIN.format(technique)
             state.excluded.append(Exclusion(what=str(technique), why=reason, recipes=count))
 
 

@@ -47,7 +47,7 @@ ALLOWED_BY = {
 }
 
 
-NOTHING_KEPT = Kept()
+EMPTY_KEPT = Kept()
 
 _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
@@ -178,7 +178,7 @@ def space_of(
     *,
     fidelity: Fidelity = Fidelity.ROUNDS,
     capability: Capability = None,
-    fixed: Kept = NOTHING_KEPT,
+    fixed: Kept = EMPTY_KEPT,
     many_gpus: bool = False,
     front_end: str = "",
 ) -> Space:

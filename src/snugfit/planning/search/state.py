@@ -62,7 +62,7 @@ LOSS_SPREAD = 64 << 20
 passes. It was 22 MiB at most in plans of Llama-3.1-8B with adapters.
 """
 
-BEYOND_MEMORY = 0.1
+OVER_LIMIT_SHARE = 0.1
 """Share by which recipes of the Pareto front may exceed the memory limit. Such near misses need only slightly
 more memory."""
 
@@ -94,7 +94,7 @@ class SearchState:
     negligible_bytes: int = 0
     """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
     listed."""
-    beyond: float = BEYOND_MEMORY
+    beyond: float = OVER_LIMIT_SHARE
     """Share by which recipes of the Pareto front may exceed the smallest recipe's bytes if nothing fits."""
     nearly: float = 0.0
     """Tolerance, as a share of bytes and seconds, in the search for the recipe closest to fitting if nothing
@@ -128,7 +128,7 @@ class SearchState:
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
-            self.most_bytes = self.memory_bytes * (1 + BEYOND_MEMORY)
+            self.most_bytes = self.memory_bytes * (1 + OVER_LIMIT_SHARE)
 
     # ---- judging -----------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class SearchState:
             return question
 
         for answer in pool.results(next_call):
-            self.learn_group(pending.pop(answer.number), answer.value)
+            self.store_group(pending.pop(answer.number), answer.value)
 
     def may_be_for(self, worker: int, number: int) -> bool:
         """Return False if another worker already simulates this recipe's layers or passes."""
@@ -190,7 +190,7 @@ class SearchState:
         """Return True if the recipe has layers that no worker has compiled yet."""
         return self.space.candidates[number].setup.lowering is not None and not self.is_begun(number)
 
-    def learn_group(self, group: list[int], answer: Any) -> None:
+    def store_group(self, group: list[int], answer: Any) -> None:
         """Store the bytes and seconds of these recipes with one trace, or exclude them if the result is an
         error. Raises `BelowLowerBound`.
         """
@@ -198,9 +198,9 @@ class SearchState:
             self.exclude(group, answer)
             return
         for number, (figures,) in zip(group, answer, strict=True):
-            self.learn(number, figures)
+            self.store(number, figures)
 
-    def learn(self, number: int, figures: Figures) -> None:
+    def store(self, number: int, figures: Figures) -> None:
         """Store the exact bytes and seconds of a recipe. Raises `BelowLowerBound` if they are less than its
         lower bounds.
         """
@@ -326,12 +326,12 @@ class SearchState:
         def stands(other: int) -> bool:
             if self.worth_listing(self.bounds[other].needed_bytes) > needed:
                 return False
-            fits_too = self.fits(self._least_beside(number, other))
+            fits_too = self.fits(self._least_with_sibling(number, other))
             return self.fits(self.evaluated[other].needed_bytes) or not fits_too
 
         return stands
 
-    def _least_beside(self, number: int, sibling: int) -> int:
+    def _least_with_sibling(self, number: int, sibling: int) -> int:
         """Return a lower bound of a recipe's bytes: its own, plus the fragmentation of a recipe with the same
         forward and backward passes.
         """

@@ -32,12 +32,14 @@ FLEX = (
 _FLEX = "torch.nn.attention.flex_attention"
 """Module of `flex_attention` and its block masks. transformers compiles these functions."""
 
-_FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
+_FALLBACK_MESSAGE = re.compile(
+    r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`"
+)
 """Log message that transformers writes when it uses its own code instead of a hub kernel
 (`use_kernel_func_from_hub_with_fallback`).
 """
 
-_ASKS_FOR = {
+_PACKAGE_CHECKS = {
     "is_ninja_available": "kernels",
     "is_mambapy_available": "mambapy",
     "is_xlstm_available": "xlstm",
@@ -103,7 +105,7 @@ def simulated_programs(doubt: Callable[[str], None]) -> Iterator[None]:
         # transformers logs this message when it replaces scans and convolutions by kernels of mamba-ssm and
         # others.
         def hear(message: str, *arguments: Any) -> None:
-            if names := _FALLS_BACK.match(message):
+            if names := _FALLBACK_MESSAGE.match(message):
                 doubt(without_package(names[1], installed=False))
             warn(message, *arguments)
 
@@ -134,8 +136,8 @@ def missing_kernel_packages(model: nn.Module) -> Iterator[str]:
     # Some models (RWKV, YOSO, MRA, xLSTM) load kernels of their own. Their checks for packages show this.
     files = {type(module).__module__ for module in model.modules()}
     names = {name for file in files for name in vars(sys.modules.get(file, object))}
-    for function in sorted(_ASKS_FOR.keys() & names):
-        package = _ASKS_FOR[function]
+    for function in sorted(_PACKAGE_CHECKS.keys() & names):
+        package = _PACKAGE_CHECKS[function]
         yield without_package(package, installed=find_spec(package) is not None)
 
 

@@ -235,7 +235,7 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 # A search through every name of every module takes longer than a small simulation. So the found positions are
 # cached, and a module is searched again only if its number of names has changed.
 
-_LOOKED_THROUGH: dict[int, dict[str, Any]] = {}
+_SEARCHED_MODULES: dict[int, dict[str, Any]] = {}
 """Attribute dictionaries of the modules that were searched for replaced functions, by the module's id."""
 
 _COUNTS: dict[int, int] = {}
@@ -245,7 +245,7 @@ _MODULES: list[Any] = []
 """The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
 the same id."""
 
-_FOUND: dict[tuple[int, str], dict[str, Any]] = {}
+_REPLACED_IN: dict[tuple[int, str], dict[str, Any]] = {}
 """Attribute dictionaries of modules that contain a replaced function, by (id of the dictionary, attribute
 name).
 """
@@ -262,7 +262,7 @@ def _rebind(replacements: dict[Any, Any]) -> None:
     by_id = {id(old): new for old, new in replacements.items()}
     if not _are_unchanged():
         _record_names(by_id)
-    for (_, name), names in _FOUND.items():
+    for (_, name), names in _REPLACED_IN.items():
         if (new := by_id.get(id(names.get(name)))) is not None:
             names[name] = new
 
@@ -274,7 +274,7 @@ def _are_unchanged() -> bool:
     modules = list(sys.modules.values())
     if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
-    return [*map(len, _LOOKED_THROUGH.values())] == [*_COUNTS.values()]
+    return [*map(len, _SEARCHED_MODULES.values())] == [*_COUNTS.values()]
 
 
 def _record_names(ids: Collection[int]) -> None:
@@ -288,10 +288,10 @@ def _record_names(ids: Collection[int]) -> None:
         names = getattr(module, "__dict__", None)
         if names is None or _COUNTS.get(id(names)) == len(names):
             continue
-        _LOOKED_THROUGH[id(names)], _COUNTS[id(names)] = names, len(names)
+        _SEARCHED_MODULES[id(names)], _COUNTS[id(names)] = names, len(names)
         for name, value in list(names.items()):
             if id(value) in ids or name in own_names:  # the name may be bound to another object now
-                _FOUND[id(names), name] = names
+                _REPLACED_IN[id(names), name] = names
 
 
 def _reset_if_new(originals: Collection[Any]) -> None:
@@ -301,10 +301,10 @@ def _reset_if_new(originals: Collection[Any]) -> None:
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
     _ORIGINALS[:] = originals
-    _LOOKED_THROUGH.clear()
+    _SEARCHED_MODULES.clear()
     _COUNTS.clear()
     _MODULES.clear()
-    _FOUND.clear()
+    _REPLACED_IN.clear()
 
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"

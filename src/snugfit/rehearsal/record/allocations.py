@@ -206,7 +206,7 @@ class Allocations:
         sizes = (self._blocks[abs(event) - 1][0] * (1 if event > 0 else -1) for event in self.events)
         return sum(sizes)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Delete the recorded allocations and frees of a run, to free memory."""
         self.events.clear()
         self._blocks.clear()

@@ -24,7 +24,7 @@ _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
 """Packages that read values only for a log or a check. Such a read does not change a step."""
 
-_WARNS = ("warn_if_padding_and_no_attention_mask",)
+_WARNING_FUNCTIONS = ("warn_if_padding_and_no_attention_mask",)
 """Functions of transformers that read a value only to decide on a warning."""
 
 
@@ -47,7 +47,7 @@ class CodeLine(NamedTuple):
             frame = frame.f_back
         # A training loop reads a value for a log, or for a check that ordinary data passes. No allocation
         # depends on it.
-        if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNS:
+        if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNING_FUNCTIONS:
             return None
         return cls(frame, frame.f_lineno)
 

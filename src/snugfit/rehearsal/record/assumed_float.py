@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 # torch receives it as an ordinary float, so only an unusual value identifies it in an operator.
-ABOUT_ONE = 1.0 + 2.0**-40
+ASSUMED_VALUE = 1.0 + 2.0**-40
 """Assumed value of unknown numbers: 1, plus a small fraction by which it and values computed from it are
 recognized.
 """

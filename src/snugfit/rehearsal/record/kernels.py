@@ -229,7 +229,7 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
     return func is torch.ops.aten._grouped_mm.default and not policy.fuses_groups(args[0].dtype)
 
 
-def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
+def split_groups(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
     """Return the work of a grouped product (experts) split into one product per group, with groups of equal
     size. (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """

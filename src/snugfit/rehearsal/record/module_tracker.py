@@ -84,7 +84,7 @@ class ModuleTracker:
         """Number of the module call that runs now, the innermost one; 0 outside of all modules."""
         return self._calls[-1]
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts since the last kernel: checkpointed regions, intercepted operators, autograd
         Functions."""
         self.checkpoints = self.intercepted = self.functions = 0

@@ -21,14 +21,14 @@ from torch.utils._device import _device_constructors
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.record.asker import CodeLine
 from snugfit.rehearsal.record.assumed import Assumption
-from snugfit.rehearsal.record.assumed_float import ABOUT_ONE, AssumedFloat
+from snugfit.rehearsal.record.assumed_float import ASSUMED_VALUE, AssumedFloat
 from snugfit.rehearsal.record.effects import DISTINCT
 from snugfit.rehearsal.record.shadow import NotFollowed, tensors_in
 from snugfit.rehearsal.record.shadows import Shadows
 
 aten = torch.ops.aten
 
-MOST_ASKED = 1000
+MAX_READS_PER_LINE = 1000
 """Largest number of reads of assumed tensor values by one line of code within one call of a module. It
 exceeds the number of any model's experts.
 """
@@ -148,7 +148,7 @@ class ValueReads:
             self._by_item = before
         if not self._deferred:
             return answer
-        return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
+        return AssumedFloat(ASSUMED_VALUE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
         """Add a warning that the model's code branched on an assumed float."""
@@ -181,12 +181,12 @@ class ValueReads:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             mask = self._operand(args[1], assumptions, func).broadcast_to(shape)
             count = int(mask.sum())
-            self._note_answer((count,), assumptions)
+            self._note_result((count,), assumptions)
             return args[0].new_empty(count)
         operands = [self._operand(argument, assumptions, func) for argument in args]
         keywords = {name: self._operand(argument, assumptions, func) for name, argument in kwargs.items()}
         results = func(*operands, **keywords)
-        self._note_answer(tuple(tuple(tensor.shape) for tensor in tensors_in(results)), assumptions)
+        self._note_result(tuple(tuple(tensor.shape) for tensor in tensors_in(results)), assumptions)
         on_meta = [
             self._on_meta(
                 argument, None if argument.is_floating_point() and assumptions else argument, assumptions
@@ -203,7 +203,7 @@ class ValueReads:
         log_probs, lengths = args[0], self._operand(args[3], assumptions, aten._ctc_loss.Tensor)
         self._operand(args[2], assumptions, aten._ctc_loss.Tensor)
         longest = int(lengths.max()) if lengths.numel() else 0
-        self._note_answer((longest,), assumptions)
+        self._note_result((longest,), assumptions)
         batch = log_probs.size(1) if log_probs.dim() == 3 else 1
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.size(0), 2 * longest + 1)
 
@@ -236,7 +236,7 @@ class ValueReads:
         if CodeLine.of_stack() is not None:
             self.answers[-1].append(answer)
 
-    def _note_answer(self, answer: Hashable, assumptions: list[Assumption]) -> None:
+    def _note_result(self, answer: Hashable, assumptions: list[Assumption]) -> None:
         if assumptions:
             self._warn_of(assumptions[0])
         else:
@@ -275,11 +275,11 @@ class ValueReads:
         site = self._call(), line.frame.f_code, line.line
         self._asked[site] += 1
         # No assumption ends a loop such as `while p < 1`.
-        if self._asked[site] > MOST_ASKED:
+        if self._asked[site] > MAX_READS_PER_LINE:
             raise RehearsalError(
                 f"The step has a loop that depends on weights or random numbers{line}: it read such a "
-                f"value {MOST_ASKED:,} times in one call of its module. A prediction does not know these "
-                "values. Measure the step instead, with snugfit measure."
+                f"value {MAX_READS_PER_LINE:,} times in one call of its module. A prediction does not know "
+                "these values. Measure the step instead, with snugfit measure."
             )
 
     # ---- steps -------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from snugfit.rehearsal.record.kernels import (
     CONTRACTIONS,
     MATRICES,
     KernelCost,
-    apart,
     copies_in,
     cost_by_lengths,
     cost_of_generated,
@@ -34,6 +33,7 @@ from snugfit.rehearsal.record.kernels import (
     name_of_call,
     reads_groups,
     releases_context,
+    split_groups,
 )
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
 from snugfit.rehearsal.record.questions import ValueReads, numbers_watched
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode, Observer):
         settled = self._recorded_in < self.steps - 2
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the recorded lists, which `recording` has copied.
 
         A model and its recorder reference each other, so the garbage collector would have to traverse these
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode, Observer):
         """
         for written in (self._marks, self.kernels, self._waits):
             written.clear()
-        self.memory.forget()
+        self.memory.clear()
 
     # ---- methods of the observer ---------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._phase = name
         self.memory.phase, self.memory.step = name, self._step
         self._views = self._programs = 0
-        self._modules.forget_counts()
+        self._modules.reset_counts()
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode, Observer):
             # Initial weights are known in the first step only, and every later step would differ from it.
             for parameter in module.parameters(recurse=False):
                 if parameter.is_meta:
-                    self._shadows.forget(parameter)
+                    self._shadows.mark_unknown(parameter)
                 for owner, beside in tensors_beside(parameter):
                     self.claim(getattr(owner, beside), Kind.WEIGHTS, name)
 
@@ -317,7 +317,7 @@ class Recorder(TorchDispatchMode, Observer):
             self.claim(out, Kind.WEIGHTS)
         if in_place:
             # The sum is in the storage of the first operand, whose value it replaces.
-            self._shadows.forget(out)
+            self._shadows.mark_unknown(out)
         elif not shaped:
             self._shadows.follow(operator, args, kwargs, out)
         return out
@@ -423,7 +423,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._views += not self._compiled
         elif reads_groups(func, args, self.policy):
             self.wait()
-            for product in apart(args, kwargs, cost):
+            for product in split_groups(args, kwargs, cost):
                 self._views += MATRICES
                 self._add_kernel("aten::mm", product)
         else:
@@ -470,7 +470,7 @@ class Recorder(TorchDispatchMode, Observer):
         )
         self.kernels.append(kernel)
         self._views = self._programs = 0
-        modules.forget_counts()
+        modules.reset_counts()
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
@@ -518,7 +518,7 @@ class Recorder(TorchDispatchMode, Observer):
         """Record a kernel that compiled code generated, or a library's Triton kernel, with the tensors that
         it reads and writes."""
         for tensor in writes:
-            self._shadows.forget(tensor)
+            self._shadows.mark_unknown(tensor)
         if not self._released:
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)

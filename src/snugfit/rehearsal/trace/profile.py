@@ -55,7 +55,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     lasting = _lasting(trace.events[:over])
     # Up to this event, kernels may only fill allocations that outlive the run.
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
-    live, kernels = _live(trace, lasting), iter(trace.kernels)
+    live, kernels = _live_bytes(trace, lasting), iter(trace.kernels)
     parts = _marks_by_micro_batch(marks)
     ends = [*(part.marks[0].event for part in parts[1:]), over]
     for (number, part), end in zip(parts, ends, strict=True):
@@ -104,7 +104,7 @@ def _lasting(events: Sequence[int]) -> set[int]:
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 
-def _live(trace: Trace, lasting: Set[int]) -> list[int]:
+def _live_bytes(trace: Trace, lasting: Set[int]) -> list[int]:
     """Return the live bytes after each event, including all allocations that are never freed."""
     sizes = [block.nbytes for block in trace.blocks]
     changes = (

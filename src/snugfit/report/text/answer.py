@@ -80,11 +80,11 @@ def show_fit(
     if memory is None:
         return f"needs {show_gib(needed)}; add --gpu NAME to see whether it fits"
     if needed > memory:
-        size, has = show_apart(needed, memory)
+        size, has = show_distinct(needed, memory)
         return f"does not fit{condition and f' {condition}'}: needs {size}, {limit} {has}"
     free = f"{show_gib(memory - needed)} free"
     if headroom:
-        less, more = show_apart(memory - needed, headroom)
+        less, more = show_distinct(memory - needed, headroom)
         free = f"{less} free, less than the headroom of {more}"
     pace = f", about {roughly(speed.step_seconds)} a {turn}" if speed and speed.step_seconds else ""
     tight = "fits, but tight" if headroom else "fits"
@@ -99,7 +99,7 @@ def show_gib(size: int, digits: int = 1) -> str:
     return f"{size / GIB:.{digits if size < 100 * GIB or digits > 1 else 0}f} GiB"
 
 
-def show_apart(first: int, other: int) -> tuple[str, str]:
+def show_distinct(first: int, other: int) -> tuple[str, str]:
     """Return two sizes in bytes as text, with enough digits to show their difference."""
     for digits in (1, 2, 3):
         shown = show_gib(first, digits), show_gib(other, digits)

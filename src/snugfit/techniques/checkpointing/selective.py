@@ -77,7 +77,7 @@ class Selective(Technique):
         stated = {} if job.model.module is not None else job.model.config
         # The width in the job's config makes an import of transformers unnecessary for most jobs.
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
-        if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
+        if dropout := dropout_among(stated, part="att") if short else job.stated_dropout(of="att"):
             if may_be_seeded(stated.get("model_type")):  # the only recomputation that CUDA graphs can record
                 return ""
             return f"attention has dropout ({dropout}), so it is computed again and not kept"

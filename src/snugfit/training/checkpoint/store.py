@@ -41,7 +41,7 @@ from snugfit.training.checkpoint.manifest import (
     sync,
     verify,
 )
-from snugfit.training.checkpoint.save_failed import save_failed, why
+from snugfit.training.checkpoint.save_failed import failure_cause, save_failed
 
 _STEP = "(0|[1-9][0-9]*)"
 _NAME = re.compile(f"checkpoint-{_STEP}")
@@ -116,7 +116,7 @@ class Store:
                 continue
             step, final = int(mark[2]), self._folder(int(mark[2]))
             # The replaced checkpoint is needed only if the new one is incomplete.
-            if mark[1] != "replaced" or _looks_whole(final, step):
+            if mark[1] != "replaced" or _is_complete(final, step):
                 _remove(path)
                 swept.append(path)
             # An incomplete new checkpoint keeps its name, and `newest` returns the replaced one.
@@ -150,7 +150,7 @@ class Store:
             self._show(draft, step)
         # torch's CheckpointException is a BaseException. After any error, the unfinished folder is removed.
         except BaseException as fault:
-            reason = why(fault, draft)
+            reason = failure_cause(fault, draft)
             _remove(draft)
             if reason is None:
                 raise
@@ -254,7 +254,7 @@ class Store:
         whole = [
             (step, folder)
             for step, folder in self._checkpoints()
-            if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
+            if _NAME.fullmatch(folder.name) and _is_complete(folder, step)
         ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
         # `newest` is 1 or 0, so that `whole[1:]` excludes the newest checkpoint from removal.
@@ -315,7 +315,7 @@ class Store:
         return self.root / f".{kind}-{step}-{secrets.token_hex(4)}"
 
 
-def _looks_whole(folder: Path, step: int) -> bool:
+def _is_complete(folder: Path, step: int) -> bool:
     try:
         return bool(check_sizes(folder, step))
     except SnugfitError:

@@ -142,7 +142,7 @@ class ActiveRun:
         self._warn_of_runner()
         if isinstance(result, StepResult):
             self._count(result.updated)
-            self._spikes.remember(result.loss, self.progress)
+            self._spikes.add_loss(result.loss, self.progress)
             self._checkpoints.check_first_update(lambda: self.state)
         return result
 

@@ -47,7 +47,7 @@ from snugfit.training.step_logger import StepLogger
 
 MicroBatches = list[dict[str, Any]]
 
-TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
+RESTART_ADVICE = "--restart starts from the beginning and renames the old checkpoints."
 
 
 class Session:
@@ -104,7 +104,7 @@ class Session:
             self._compare_cut()
         # A finished run that is resumed only returns its result, unless its last evaluation is missing.
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
-            text = f"This run is {outcome}, so nothing is trained. Its result is returned. {TO_TRAIN_ANEW}"
+            text = f"This run is {outcome}, so nothing is trained. Its result is returned. {RESTART_ADVICE}"
             self._journal.tell("note", text=text)
         try:
             with report_worker_death():
@@ -406,7 +406,7 @@ class Session:
         if chosen is None:
             self._logger.ignore_retries()
             return
-        checkpoint = self._checkpoint_to_go_on_from(exhausted.phase)
+        checkpoint = self._resumable_checkpoint(exhausted.phase)
         if exhausted.phase == STEP_BOUNDARY and (checkpoint is None or checkpoint.step != step):
             self._logger.ignore_retries()  # the save failed with a warning; going back costs more
             return
@@ -427,7 +427,7 @@ class Session:
             text = f"Memory ran out in step {step} ({exhausted.cause}). '{recipe}' could not be started:"
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
-    def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:
+    def _resumable_checkpoint(self, phase: str) -> Checkpoint | None:
         """Return a checkpoint of the current step to continue from, if no weight has changed since then.
 
         If the update itself failed, return the last one, or None for the beginning.

@@ -48,7 +48,7 @@ class Spikes:
         """Return the error that rejects a step with this loss before its update, or None."""
         return None if self._policy == "warn" else self._spike(loss, progress)
 
-    def remember(self, loss: float, progress: RunProgress) -> None:
+    def add_loss(self, loss: float, progress: RunProgress) -> None:
         """Store the loss of a finished step, and warn if it is a spike."""
         if (
             self._policy == "warn"

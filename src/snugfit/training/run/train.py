@@ -107,7 +107,7 @@ def train(
                 for report in reports:
                     report.end(None)
         if ranks.is_first and trained.outcome != STOPPED:
-            _forget_memory_record(run)
+            _stop_memory_record(run)
         return trained
 
 
@@ -116,7 +116,7 @@ def _memory_record(run: Run, checkpoint: Checkpoint | None) -> Any:
     return next((code().restarts().record_of(run, checkpoint) for code in hooks("processes")), None)
 
 
-def _forget_memory_record(run: Run) -> None:
+def _stop_memory_record(run: Run) -> None:
     for code in hooks("processes"):
         code().restarts().forget(run.folder)
 
@@ -131,7 +131,7 @@ def _start(
     """
     if restart:
         checkpoints.store.restart()
-        _forget_memory_record(run)
+        _stop_memory_record(run)
     checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
     for note in (*run.data.notes, *(run.recipe.lines_on_cpu() if run.device.type == "cpu" else ())):
         journal.tell("note", text=note)
@@ -143,5 +143,5 @@ def _start(
         if note := lengthens(run, checkpoint.about, checkpoint.step):
             journal.tell("warning", text=note)
         if named is not None:
-            checkpoints.go_back_to(checkpoint)
+            checkpoints.discard_later(checkpoint)
     return checkpoint

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from snugfit.rehearsal.trace.grow import Entry, grow
 
-CHOSEN_AMONG = 2
+ORDER_CHOICES = 2
 """Number of possible kernel orders from which Inductor has to choose one."""
 
 
@@ -105,7 +105,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     if len(few) != len(more):
         return False
     # If there is only one order, the number of layers cannot change the choice.
-    if len(more) < CHOSEN_AMONG:
+    if len(more) < ORDER_CHOICES:
         return True
     chosen = _lowest([max(order, default=0) for order in more])
     if chosen != _lowest([max(order, default=0) for order in few]):

@@ -260,14 +260,14 @@ class GraphTrees:
         return given
 
 
-def _run_on(function: GraphFunction, given: list[Any], originals: dict[int, Any]) -> Any:
+def _run_on(function: GraphFunction, inputs: list[Any], originals: dict[int, Any]) -> Any:
     """Run a program on copied inputs, and return its outputs; an output that is an input is the original."""
     if not originals:
-        return function.run(given)
-    numbers = {id(given[number]): number for number in originals}
-    same = [given[number] for number in originals]  # holding the objects keeps their ids unique
+        return function.run(inputs)
+    numbers = {id(inputs[number]): number for number in originals}
+    same = [inputs[number] for number in originals]  # holding the objects keeps their ids unique
     out = [
-        originals[numbers[id(output)]] if id(output) in numbers else output for output in function.run(given)
+        originals[numbers[id(output)]] if id(output) in numbers else output for output in function.run(inputs)
     ]
     del same
     return out

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from snugfit.rehearsal.device.policy import Policy
 
-BALANCE = 54.4
+MIN_MULTIPLICATIONS = 54.4
 """Multiplications per element of operands and result, above which Inductor is assumed to pad a 16-bit matrix
 product.
 
@@ -125,7 +125,7 @@ def pays_to_pad(match: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
 
     (rows, inner), columns = first.shape[-2:], second.shape[-1]
     moved = rows * inner + inner * columns + rows * columns
-    if first.itemsize != HALF or rows * inner * columns <= BALANCE * moved:
+    if first.itemsize != HALF or rows * inner * columns <= MIN_MULTIPLICATIONS * moved:
         return False
     align = pad_mm.get_alignment_size(first)
     lengths = [max(operand.stride()[-2:]) for operand in (first, second)]

@@ -59,7 +59,7 @@ NOT_SIMULATED = (
     "{nearest}. `snugfit measure` shows the real ones."
 )
 
-_ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
+_REPLACED_FUNCTIONS = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
 """Functions of torch that a simulation replaces, and whose originals Dynamo must trace."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
@@ -106,7 +106,7 @@ class Compiler:
         self._padded: set[str] = set()  # products that were benchmarked with and without padding
         # Dynamo must trace torch's own functions, so the simulation's replacements are undone meanwhile.
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
-        self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
+        self._functions = {name: getattr(torch, name) for name in _REPLACED_FUNCTIONS}
 
     def compiled_function(self, forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
         """Return this layer's compiled forward pass, or the original one for a backend that is not
@@ -115,11 +115,11 @@ class Compiler:
         from torch._dynamo.utils import counters
 
         if wish.backend != "inductor":
-            self._doubt(f"backend={wish.backend}", "'uncompiled'")
+            self._warn(f"backend={wish.backend}", "'uncompiled'")
             return forward
         mode = "reduce-overhead" if wish.records_graphs else "default"
         if mode != wish.mode:
-            self._doubt(f"mode={wish.mode}", f"mode={mode}")
+            self._warn(f"mode={wish.mode}", f"mode={mode}")
         backend = _backend_of(wish.records_graphs, wish.budget, wish.autocast)
         compiled = torch._dynamo.optimize(backend)(forward)
         name = getattr(forward, "__qualname__", "a layer")
@@ -140,7 +140,7 @@ class Compiler:
 
         return run
 
-    def _doubt(self, setting: str, nearest: str) -> None:
+    def _warn(self, setting: str, nearest: str) -> None:
         self._recorder.warn(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
@@ -283,7 +283,7 @@ class Compiler:
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
             # Programs outlive the simulation that created them, so the current simulation is looked up.
-            run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
+            run = as_boxed(lambda arguments: _CURRENT_COMPILER[-1].play(function, arguments))
         return run
 
 
@@ -306,12 +306,12 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
-        now = _NOW[-1]
+        now = _CURRENT_COMPILER[-1]
         for sentence in assumed:
             now._recorder.warn(sentence)
         # Inductor benchmarks products while it compiles, before the program's first run.
         now.time_products_padded(timed)
-        for ran in _RAN:
+        for ran in _RUN_DECISIONS:
             ran.append(program.decisions)
         with now._program(attention, again=again):
             return call(arguments)
@@ -329,19 +329,19 @@ def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
     return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=location, why=breaks_text)
 
 
-_TRACED_FOR: list[Policy] = []
+_TRACED_POLICY: list[Policy] = []
 """The simulated device whose decisions are in Dynamo's caches; empty without one.
 
 Tracing a layer again takes as long as simulating it.
 """
 
-MANY = 4096
+MAX_COMPILATIONS = 4096
 """Largest number of compilations that Dynamo allows for one layer's code."""
 
-_RAN: list[list[Decisions]] = []
+_RUN_DECISIONS: list[list[Decisions]] = []
 """Lists that collect Inductor's decisions for the programs that run."""
 
-_NOW: list[Compiler] = []
+_CURRENT_COMPILER: list[Compiler] = []
 """The `Compiler` of the current simulation. Programs outlive the `Compiler` that created them."""
 
 
@@ -353,7 +353,7 @@ def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, S
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
         with compiling.autocast_begins(autocast):
-            return _NOW[-1].compiled_graph(graph, inputs, records, budget)
+            return _CURRENT_COMPILER[-1].compiled_graph(graph, inputs, records, budget)
 
     return compile_graph
 
@@ -362,22 +362,22 @@ def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, S
 def decisions_of_programs() -> Iterator[list[Decisions]]:
     """Yield a list that receives the decisions of each program at each of its runs inside the context."""
     ran: list[Decisions] = []
-    _RAN.append(ran)
+    _RUN_DECISIONS.append(ran)
     try:
         yield ran
     finally:
-        _RAN.pop()
+        _RUN_DECISIONS.pop()
 
 
 def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str) -> None:
-    _NOW[-1]._recorder.launch(name, reads, writes, layout)
+    _CURRENT_COMPILER[-1]._recorder.launch(name, reads, writes, layout)
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
     """At a generated kernel's first launch in a process, simulate the memory of Triton's benchmark of its
     configurations.
     """
-    now = _NOW[-1]
+    now = _CURRENT_COMPILER[-1]
     if source not in now._chosen:
         now._chosen.add(source)
         time_settings(now._policy, changes)
@@ -411,12 +411,12 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
     nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a plan search
     # Nothing else is compiled in such a worker, so Dynamo's traces for the same policy stay valid.
-    if not (nothing_else_compiles and [policy] == _TRACED_FOR):
+    if not (nothing_else_compiles and [policy] == _TRACED_POLICY):
         torch._dynamo.reset()
-        _TRACED_FOR[:] = [policy]
+        _TRACED_POLICY[:] = [policy]
     # torch caches the kernel of each operator in traced graphs, but the simulation overrides kernels.
-    forget_traced_kernels()
-    _NOW.append(compiler)
+    clear_traced_kernels()
+    _CURRENT_COMPILER.append(compiler)
     try:
         with (
             patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
@@ -426,16 +426,16 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             # torch would load a cached graph without running Inductor, and so without its decisions.
             functorch.patch(enable_autograd_cache=False),
             # Each size is compiled by itself, so that buffer sizes are numbers (`FirstSizes`).
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
-            torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MAX_COMPILATIONS),
+            torch._dynamo.config.patch(accumulated_recompile_limit=MAX_COMPILATIONS),
         ):
             yield
     finally:
-        _NOW.pop()
+        _CURRENT_COMPILER.pop()
         if not nothing_else_compiles:
             torch._dynamo.reset()  # restores the limited number of compilations per layer for the user
-            _TRACED_FOR.clear()
-        forget_traced_kernels()
+            _TRACED_POLICY.clear()
+        clear_traced_kernels()
 
 
 def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -526,7 +526,7 @@ class FirstSizes:
             yield any_sizes
 
 
-def forget_traced_kernels() -> None:
+def clear_traced_kernels() -> None:
     """Clear torch's caches of operators' kernels for traced graphs."""
     import torch
 

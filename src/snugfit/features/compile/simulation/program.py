@@ -72,14 +72,17 @@ def load(text: str, launch: Launch, choose: Choose) -> Run:
             name, source = kernel
             names[name] = _GeneratedKernel(name, source, launch, choose)
         # Helper classes and functions for benchmarks are left out, because they need a GPU.
-        elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
+        elif (
+            isinstance(statement, (ast.ClassDef, ast.FunctionDef))
+            and statement.name not in _SKIPPED_FUNCTIONS
+        ):
             program.append(statement)  # the program is the remaining function or class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
     run: Run = names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
     return run
 
 
-_BESIDES = ("get_args", "benchmark_compiled_module")
+_SKIPPED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 
 
 def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:

@@ -275,7 +275,7 @@ def test_a_plan_takes_the_largest_budget_that_fits(
         assert number is not None
         figures = worker.figures(space.candidates[number].setup)
         state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)
-        state.learn(number, figures)
+        state.store(number, figures)
     found = find_grades(state, WorkerPool([worker]), job, lambda what: None)  # type: ignore[list-item]
     fitting = [n for n in state.evaluated if state.fits(state.evaluated[n].needed_bytes)]
     fastest = found.candidates[min(fitting, key=state.rank)].recipe

@@ -114,7 +114,7 @@ class CapturedStep(StepRunner):
         same_layout = len(layouts) == 1 and 0 not in weights
         # If tensors have moved, every recorded graph reads old addresses.
         if self._update is not None and self._update.has_moved():
-            self.forget()
+            self.drop_graphs()
         # A layout is recorded when it occurs for the second time. The first run loads kernels and allocates
         # workspaces.
         if same_layout and key not in self._recordings and key in self._met and self._has_free_memory():
@@ -134,7 +134,7 @@ class CapturedStep(StepRunner):
             hooked.weights = dict.fromkeys(recording.hooked_tensors)
         return total
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop all recorded CUDA graphs, after tensors have moved to other addresses."""
         self._recordings.clear()
 
@@ -198,7 +198,7 @@ class CapturedStep(StepRunner):
                 self._record_hooked(recording, built, hooked)
         except NotRecorded as fault:
             self.why_not = str(fault)
-            self.forget()
+            self.drop_graphs()
         else:
             self._recordings[key] = recording
         # Gradients have undefined values between the recording and the first replay.

@@ -18,7 +18,7 @@ import torch
 from snugfit.features.kernels.operations.column_sums import add_partials, empty_partials
 from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
 from snugfit.features.kernels.operations.philox import keep_mask, scale, threshold
-from snugfit.features.kernels.operations.seeds import CARRIED
+from snugfit.features.kernels.operations.seeds import SEED_ATTRIBUTE
 
 TILE = 4096
 """Number of elements that one program of the backward kernel processes at a time (chosen)."""
@@ -134,7 +134,7 @@ class AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, statistics, weight)
         # The next operation finds the seed at this node of the autograd graph (`seeds.py`).
-        setattr(ctx, CARRIED, seed)
+        setattr(ctx, SEED_ATTRIBUTE, seed)
         ctx.form, ctx.x_dtype = form, x.dtype
         ctx.residual = None if residual is None else (residual.shape, residual.dtype)
         if form.gives_stream:
@@ -146,7 +146,7 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, other: torch.Tensor | None = None) -> Any:
         """Return the gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
-        seed, form = getattr(ctx, CARRIED), ctx.form
+        seed, form = getattr(ctx, SEED_ATTRIBUTE), ctx.form
         # Only the residual stream was used, so its gradient is the whole gradient.
         if dy is None and form.gives_stream:
             dy, other = other, None

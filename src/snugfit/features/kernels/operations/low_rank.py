@@ -21,7 +21,7 @@ import torch
 from snugfit.features.kernels.operations.dropped_rows import add_dropped_rows, drop_rows
 from snugfit.features.kernels.operations.operators import autocast_device, define, has_kernel
 from snugfit.features.kernels.operations.products import NARROW
-from snugfit.features.kernels.operations.seeds import HIGHEST
+from snugfit.features.kernels.operations.seeds import MAX_SEED
 
 _SPLIT_HALVES = define(
     "split_halves(Tensor wide, Tensor? added, float scale, *, Tensor(a!) high, Tensor(b!) low, Tensor(c!) "
@@ -207,7 +207,7 @@ def _draw(rows: torch.Tensor, spans: Sequence[AdapterSpan]) -> torch.Tensor | No
     """Return a seed, drawn by torch's generator, if adapters drop elements of their input; otherwise None."""
     if not any(span.drops for span in spans):
         return None
-    return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=rows.device)
+    return torch.randint(MAX_SEED, (1,), dtype=torch.int64, device=rows.device)
 
 
 def _columns(

@@ -27,10 +27,10 @@ def register() -> None:
     AttentionInterface.register(PADDING_FREE, attend)
 
 
-WIDEST = 256
+MAX_HEAD_SIZE = 256
 """Largest head size that the kernels support."""
 
-WIDTH_IN = 8
+HEAD_SIZE_MULTIPLE = 8
 """Supported head sizes are multiples of this number."""
 
 
@@ -70,10 +70,11 @@ def attend(
         out = _one_by_one(query, key, value, cu_seq_lens_q, dropout, scaling, causal, window)
         return out.transpose(1, 2), None
     width = query.size(-1)
-    if dtype not in (torch.bfloat16, torch.float16) or width > WIDEST or width % WIDTH_IN:
+    if dtype not in (torch.bfloat16, torch.float16) or width > MAX_HEAD_SIZE or width % HEAD_SIZE_MULTIPLE:
         raise RecipeError(
-            f"{PADDING_FREE} takes bfloat16 or float16 and heads of up to {WIDEST} numbers, a multiple of "
-            f"{WIDTH_IN}. {type(module).__name__} gives heads of {width} numbers in {dtype}. Take 'sdpa'."
+            f"{PADDING_FREE} takes bfloat16 or float16 and heads of up to {MAX_HEAD_SIZE} numbers, a "
+            f"multiple of {HEAD_SIZE_MULTIPLE}. {type(module).__name__} gives heads of "
+            f"{width} numbers in {dtype}. Take 'sdpa'."
         )
     rows = [operand.transpose(1, 2)[0] for operand in (query, key, value)]  # (N, H or G, D)
     # FlashAttention counts neighbours on each side, without the token itself.

@@ -345,9 +345,9 @@ class HandRun:
         stopping = self._checkpoints.interrupts.stopping
         if self._begun and (self._checkpoints.interrupts.wants_checkpoint() or stopping is not None):
             self._checkpoints.save()
-        self._stop_where_asked()
+        self._stop_if_requested()
 
-    def _stop_where_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         stopping = None if self._checkpoints is None else self._checkpoints.interrupts.stopping
         if stopping is not None:
             self.close()
@@ -428,7 +428,7 @@ class EvaluationWatch:
         # One check per step: later modules in this evaluation are not checked again.
         self.end()
         stopping = checkpoints.interrupts.stopping
-        if stopping is not None and self._batches.can_repeat and self._is_as_the_step_left_it():
+        if stopping is not None and self._batches.can_repeat and self._is_unchanged():
             # The evaluation may have drawn random numbers, and the repeated one must draw the same.
             restore_all_rng_states(self._generators, self._state.device)
             checkpoints.save(repeated_loss=self._loss)
@@ -442,7 +442,7 @@ class EvaluationWatch:
         )
         checkpoints.journal.tell("warning", text=text)
 
-    def _is_as_the_step_left_it(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Return True if sampled values of the model and the optimizer's settings are unchanged since the
         last step.
         """

@@ -182,11 +182,11 @@ class FitPlan:
 # ---- modules -----------------------------------------------------------------------------------------------
 
 
-KNOWN = ("torch.nn.modules.module", "transformers.modeling_utils")
+REPLACEABLE_MODULES = ("torch.nn.modules.module", "transformers.modeling_utils")
 """Modules of libraries whose methods may be replaced. A method that the model overrides is kept."""
 
-_WALKS = ("parameters", "named_parameters", "modules", "named_modules")
-USED_BY = {"train": ("train",), "parameters": _WALKS, "num_parameters": ("num_parameters", *_WALKS)}
+_TRAVERSALS = ("parameters", "named_parameters", "modules", "named_modules")
+USED_BY = {"train": ("train",), "parameters": _TRAVERSALS, "num_parameters": ("num_parameters", *_TRAVERSALS)}
 """Names of the methods that each replaced method calls. All of them must be the library's."""
 
 _VALUES = methodcaller("values")
@@ -256,7 +256,7 @@ class ModuleTree:
         return known[1]
 
     @contextlib.contextmanager
-    def answering(self, name: str) -> Iterator[None]:
+    def use_cache(self, name: str) -> Iterator[None]:
         """Context in which the model's method `name`, one of `USED_BY`, is replaced by the cached one here.
         `withdraw` ends it earlier.
 
@@ -279,7 +279,7 @@ class ModuleTree:
 
 def _is_known(module: nn.Module, name: str) -> bool:
     method = getattr(type(module), name, None)
-    return name not in module.__dict__ and getattr(method, "__module__", "") in KNOWN
+    return name not in module.__dict__ and getattr(method, "__module__", "") in REPLACEABLE_MODULES
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:

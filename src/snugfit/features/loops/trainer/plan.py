@@ -34,7 +34,7 @@ from snugfit.training.rng import preserve_rng
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
+UNCHANGED_SLOTS = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
 """Slots (choices of a recipe) that a plan for a live trainer leaves unchanged.
 
 The model already has its adapters and attention, and the process has already allocated memory. It is unknown
@@ -77,7 +77,7 @@ def choose(
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:
-        return _own_of_several(own, processes, gpu)
+        return _settings_of_several(own, processes, gpu)
     if gpu is None and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
@@ -88,7 +88,7 @@ def choose(
     return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), note=note)
 
 
-def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
+def _settings_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
     """Return the trainer's own settings as a recipe for distributed training. Raises `UsageError` if a plan
     is requested.
     """
@@ -115,7 +115,13 @@ def compared_job(
     autocast = trainer.accelerator.autocast
     with unchanged_attributes(trainer), bare_model(trainer.model):
         return job_with_mixing(
-            job, trainer.model, loss_of, batch, most=job.batch_size // pieces, context=autocast, again=again
+            job,
+            trainer.model,
+            loss_of,
+            batch,
+            max_pieces=job.batch_size // pieces,
+            context=autocast,
+            again=again,
         )
 
 
@@ -143,7 +149,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     whole = (
         {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
     )  # the user's batch stays whole if splitting it would be wrong or is unclear
-    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
+    unchanged = frozenset({*UNCHANGED_SLOTS, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")
     shown = best.best_or_nearest.recipe

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from snugfit.techniques.recipe import Recipe
 
-HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
+LAUNCH_ADVICE = "In several processes fit trains by the Trainer's own DDP or FSDP2"
 
 
 def processes_of(trainer: Any) -> int:
@@ -48,7 +48,7 @@ def processes_of(trainer: Any) -> int:
     return int(trainer.args.world_size)
 
 
-def refuse_what_processes_cannot(trainer: Any) -> None:
+def refuse_in_several_processes(trainer: Any) -> None:
     """Raise `UsageError` for settings that `fit` does not support in distributed training."""
     from accelerate.utils import DistributedType
     from torch.utils.data import IterableDataset
@@ -80,8 +80,9 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
     }
     if used := [name for name, is_used in unset.items() if is_used]:
         raise UsageError(
-            f"The trainer is one of {processes_of(trainer)} processes and has {', '.join(used)}. {HOW} and "
-            "does not support this. Remove it, train in one process, or train without fit."
+            f"The trainer is one of {processes_of(trainer)} processes and has {', '.join(used)}. "
+            f"{LAUNCH_ADVICE} and does not support this. Remove it, train in one process, "
+            "or train without fit."
         )
 
 

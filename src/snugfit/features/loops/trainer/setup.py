@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.features.loops.trainer.live_trainer import made_by_accelerate, replace_model, set_arguments
 from snugfit.features.loops.trainer.parts import trainer_parts
-from snugfit.features.loops.trainer.ranks import refuse_what_processes_cannot
+from snugfit.features.loops.trainer.ranks import refuse_in_several_processes
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.frontends.own import capability_of
 from snugfit.job.kv_prefix import dropped_prefix
@@ -62,7 +62,7 @@ def refuse_other_objects(trainer: Any) -> None:
             "GPU.)"
         )
     trainer_parts(trainer).refuse_settings()
-    refuse_what_processes_cannot(trainer)
+    refuse_in_several_processes(trainer)
 
 
 def _switched_on(args: Any) -> Iterator[str]:
@@ -87,7 +87,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
 
     Raises `RecipeError` for settings that this trainer does not support.
     """
-    args, live, brings = trainer.args, live_of(trainer, recipe), brings_optimizer(trainer)
+    args, live, brings = trainer.args, live_training(trainer, recipe), brings_optimizer(trainer)
     recipe.check(job, capability_of(args.device))
     setup = recipe.setup()
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
@@ -116,7 +116,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     ]
 
 
-def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
+def live_training(trainer: Any, recipe: Recipe) -> LiveTraining:
     """Return the trainer's model and the recipe as a `LiveTraining`, to which `step/applier.py` applies the
     recipe.
     """
@@ -140,7 +140,7 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
     """Change the activation checkpointing of the trainer's model as this recipe requires, and nothing
     else.
     """
-    live = live_of(trainer, recipe)
+    live = live_training(trainer, recipe)
     set_arguments(trainer, _own_switch_off(trainer.args))
     change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
     trainer.snugfit_own_forwards = live.own_forwards

@@ -18,7 +18,7 @@ import torch
 
 from snugfit.features.optimizers.updates.pieces import MOMENTS, FusedAdamW, fused_adamw, pieces
 from snugfit.step.host_link import STAGED_BYTES, MetaLink
-from snugfit.step.wishes.own_adamw import flat, laid_out_as
+from snugfit.step.wishes.own_adamw import flat, with_strides_of
 
 
 class WeightSlice(NamedTuple):
@@ -73,7 +73,7 @@ class AdamWOnHost(FusedAdamW):
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
-        whole, gradient = flat(weight), flat(laid_out_as(weight, weight.grad))
+        whole, gradient = flat(weight), flat(with_strides_of(weight, weight.grad))
         moments = _moments(state, weight)
         # A simulated weight has no moments to slice, but its slices need some tensor.
         flats = [whole[:0] if weight.is_meta else flat(moment) for moment in moments]
