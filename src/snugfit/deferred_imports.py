@@ -3,7 +3,7 @@
 Importing any model of transformers imports modules that few models use: DTensor, FSDP, distributed
 checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes, and peft imports
 bitsandbytes. These imports take more CPU seconds than a prediction. While `defer_imports` is in force, both
-receive placeholders for the modules and names of `PUT_OFF`.
+receive placeholders for the modules and names of `DEFERRED_MODULES`.
 
 The first use of a placeholder, or any other import of its module, ends the deferral. All modules are imported
 then, and each name that refers to a placeholder is rebound to the real object. Until then no object of a real
@@ -140,7 +140,7 @@ class _PutOffModule(ModuleType):
         return stand_in
 
 
-class _AsItIs:
+class _UncompiledFunction:
     """Wrapper of a function that torch's compiler must skip, used until the compiler is imported. It has only
     a weak reference to the function, because the function refers to this object. A strong reference would
     form a cycle that delays the release of memory.
@@ -185,7 +185,7 @@ class _StandInCompiler:
 
     def __init__(self) -> None:
         self._registered: list[tuple[str, Any]] = []
-        self._as_they_are: list[weakref.ref[_AsItIs]] = []
+        self._as_they_are: list[weakref.ref[_UncompiledFunction]] = []
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
         """Return a function that is excluded from compilation, in the place of `torch._dynamo.disable`.
@@ -197,7 +197,7 @@ class _StandInCompiler:
 
         if wrapping or fn is None:
             return _disable_dynamo(fn, recursive)
-        as_it_is = _AsItIs(fn)
+        as_it_is = _UncompiledFunction(fn)
         self._as_they_are.append(weakref.ref(as_it_is))
         return as_it_is
 

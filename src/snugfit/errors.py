@@ -118,7 +118,7 @@ def did_you_mean(word: str, allowed: Iterable[str], *, cutoff: float = NEAR_MISS
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
 
-def lacks_package(name: str, error: BaseException) -> str | None:
+def missing_package_message(name: str, error: BaseException) -> str | None:
     """Return a message that `name` needs the package that could not be imported, or None for any other error.
 
     The cause is a failed import or transformers' `requires_backends`. An installed package that cannot be

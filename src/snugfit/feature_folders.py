@@ -184,11 +184,13 @@ def feature_files(folder: str) -> Iterator[Traversable]:
         yield from subfolder.iterdir() if subfolder.is_dir() else ()
 
 
-def feature_objects(module: str, kind: type[T], *, only: str = "") -> list[T]:
-    """Return the objects of this class in the module of this name in each feature. `only` limits the result
-    to one feature.
+def feature_objects(module: str, kind: type[T], *, feature_name: str = "") -> list[T]:
+    """Return the objects of this class in the module of this name in each feature. `feature_name` limits the
+    result to one feature.
     """
-    modules = [f"{package}.{module}" for name, package in feature_packages().items() if only in ("", name)]
+    modules = [
+        f"{package}.{module}" for name, package in feature_packages().items() if feature_name in ("", name)
+    ]
     return [
         value
         for path in modules

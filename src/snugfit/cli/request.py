@@ -146,7 +146,7 @@ class Request:
             return self
         from snugfit.cli.plan_cache import answer
         from snugfit.job.gpu import find_gpu
-        from snugfit.planning.search.auto import AUTO_ALONE, Resolved, resolve
+        from snugfit.planning.search.auto import AUTO_ALONE, ResolvedRecipe, resolve
 
         if self.gpus != 1:
             raise UsageError(AUTO_ALONE)
@@ -159,8 +159,8 @@ class Request:
             "software": self.software,
         }
         recipe, reason = answer(
-            Resolved.from_json,
-            lambda tell: Resolved(*resolve(self.job, self.recipe, gpu=gpu, **options)),
+            ResolvedRecipe.from_json,
+            lambda tell: ResolvedRecipe(*resolve(self.job, self.recipe, gpu=gpu, **options)),
             self.job,
             gpu,
             fresh=fresh,

@@ -95,15 +95,15 @@ def marks_the_assistant(tokenizer: Any) -> bool:
     return bool(_MARKED.search(template)) and bool(getattr(tokenizer, "is_fast", False))
 
 
-def chat_tokens(tokenizer: Any, chats: Sequence[Chat], location: Sequence[str]) -> list[ChatTokens]:
-    """Return the tokens of each conversation; `location` has the file and line of each one, for error
+def chat_tokens(tokenizer: Any, chats: Sequence[Chat], locations: Sequence[str]) -> list[ChatTokens]:
+    """Return the tokens of each conversation; `locations` has the file and line of each one, for error
     messages.
     """
     marked = marks_the_assistant(tokenizer)
     try:
         encoding = _apply(tokenizer, list(chats), marked)
     except Exception as error:  # the error names no conversation, so each is tried alone
-        for chat, of in zip(chats, location, strict=True):
+        for chat, of in zip(chats, locations, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
         raise UsageError(
             f"The chat template fails ({one_line(error)}). Correct it in the tokenizer's folder "

@@ -35,7 +35,7 @@ Numbered = Sequence[tuple[int, Row]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedRow:
     """The token ids and labels of one row."""
 
     ids: list[int]
@@ -75,7 +75,7 @@ class Encoder:
         """Largest number of tokens of an input. None packs texts: nothing is truncated, and the end token
         closes each text."""
 
-    def __iter__(self) -> Iterator[Encoded]:
+    def __iter__(self) -> Iterator[EncodedRow]:
         encoders = {
             "input_ids": self._token_ids,
             "tokens": self._words,
@@ -91,15 +91,15 @@ class Encoder:
 
     # ---- one method for each form of input --------------------------------------------------------------
 
-    def _texts(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _texts(self, chunk: Numbered) -> Iterator[EncodedRow]:
         texts = self._strings(chunk, "text")
         pairs = self._strings(chunk, "text_pair") if "text_pair" in self.columns else None
         for (index, row), tokens in zip(chunk, self._tokenize(texts, pairs, limit=self.limit), strict=True):
             ids = tokens.ids if self.limit is not None else self._with_end(tokens.ids)
             label = self._label_of_sequence(row, index)
-            yield Encoded(ids=ids, row_labels=label, types=tokens.types if pairs else None, cut=tokens.cut)
+            yield EncodedRow(ids=ids, row_labels=label, types=tokens.types if pairs else None, cut=tokens.cut)
 
-    def _words(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _words(self, chunk: Numbered) -> Iterator[EncodedRow]:
         lists = [self._list_of_words(row, index) for index, row in chunk]
         tokenized = self._tokenize(lists, limit=self.limit, words=True)
         for (index, row), words, tokens in zip(chunk, lists, tokenized, strict=True):
@@ -114,9 +114,9 @@ class Encoder:
                 IGNORED if word is None or word == before else word
                 for before, word in pairwise([None, *tokens.words])
             ]
-            yield Encoded(ids=tokens.ids, labels=firsts, row_labels=labels, cut=tokens.cut)
+            yield EncodedRow(ids=tokens.ids, labels=firsts, row_labels=labels, cut=tokens.cut)
 
-    def _chats(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _chats(self, chunk: Numbered) -> Iterator[EncodedRow]:
         column = self.columns["messages"]
         location = [self.rows.location(index) for index, _ in chunk]
         values = [self.rows.value(row, column, index) for index, row in chunk]
@@ -130,7 +130,7 @@ class Encoder:
                 ]
             yield self._cut(chat.ids, labels)
 
-    def _prompts(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _prompts(self, chunk: Numbered) -> Iterator[EncodedRow]:
         prompts = self._strings(chunk, "prompt")
         completions = self._strings(chunk, "completion")
         # The tokens at the boundary depend on both texts, so prompt and completion are tokenized together.
@@ -141,16 +141,16 @@ class Encoder:
             shared = _common_prefix(prompt.ids, ids)
             yield self._cut(ids, [IGNORED] * shared + ids[shared:])
 
-    def _targets(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _targets(self, chunk: Numbered) -> Iterator[EncodedRow]:
         sources = self._tokenize(self._strings(chunk, "source"), limit=self.limit)
         targets = self._tokenize(targets=self._strings(chunk, "target"), limit=self.job.target_length)
         for source, target in zip(sources, targets, strict=True):
-            yield Encoded(ids=source.ids, labels=target.ids, cut=source.cut + target.cut)
+            yield EncodedRow(ids=source.ids, labels=target.ids, cut=source.cut + target.cut)
 
-    def _token_ids(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _token_ids(self, chunk: Numbered) -> Iterator[EncodedRow]:
         return (self._checked_ids(row, index) for index, row in chunk)
 
-    def _checked_ids(self, row: Row, index: int) -> Encoded:
+    def _checked_ids(self, row: Row, index: int) -> EncodedRow:
         """Return the row's own token ids, labels and types, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
         if late := [name for name in _TOKEN_MASKS if name in row and name not in self.rows.columns]:
@@ -181,7 +181,7 @@ class Encoder:
             cut_beside["labels"] = labels[: self.job.target_length]
             cut += len(labels) - len(cut_beside["labels"])
         ids = [ids[position] for position in keep]
-        return Encoded(
+        return EncodedRow(
             ids=ids if self.limit is not None else self._with_end(ids),
             labels=cut_beside.get("labels"),
             row_labels=self._label_of_sequence(row, index),
@@ -189,10 +189,10 @@ class Encoder:
             cut=cut,
         )
 
-    def _cut(self, ids: list[int], labels: list[int] | None) -> Encoded:
+    def _cut(self, ids: list[int], labels: list[int] | None) -> EncodedRow:
         """Return the first `limit` tokens with their labels, and the number of tokens that were cut."""
         first = ids[: self.limit]
-        return Encoded(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
+        return EncodedRow(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
 
     def _tokenize(self, *texts: Any, **more: Any) -> list[Tokens]:
         return self._needed_tokenizer().tokens(*texts, **more)

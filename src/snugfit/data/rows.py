@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
 
-from snugfit.data.indexed import Indexed
+from snugfit.data.indexed import ComputedSequence
 from snugfit.errors import UsageError, did_you_mean, nearest
 from snugfit.techniques.registry import features
 
@@ -47,7 +47,7 @@ ROLES = (
 each task."""
 
 
-class Rows(Indexed[Row]):
+class Rows(ComputedSequence[Row]):
     """Base class of a dataset's rows, with the columns that the user has named; one subclass for each type of
     source.
     """

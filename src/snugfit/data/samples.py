@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.data.chat import ALL_WORDS, NO_TOOLS, ONLY_THE_ASSISTANT, marks_the_assistant
 from snugfit.data.columns import columns_of
-from snugfit.data.encoding import Encoded, Encoder
+from snugfit.data.encoding import EncodedRow, Encoder
 from snugfit.data.indexed import IndexedSamples, Sample
 from snugfit.data.labels import Where, class_numbers, one_order, regression_values
 from snugfit.data.ragged import Ragged, RaggedBuilder
@@ -161,7 +161,7 @@ class _RowLabels:
         return lambda index: location(self.rows[index])
 
 
-def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
+def _gather(encoded: Iterable[EncodedRow]) -> tuple[Samples, _RowLabels]:
     """Return every row's token ids in arrays, and the labels before their conversion to numbers."""
     inputs, labels, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
     row_labels = _RowLabels(values=[], rows=array("q"))

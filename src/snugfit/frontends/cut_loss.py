@@ -488,7 +488,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
         for a, b in zip(one.gradients, other.gradients, strict=True)
     ]
     # All parameters are transferred at once, since each transfer waits for the device.
-    return [(apart, size) for apart, size in torch.stack(rows).tolist()]
+    return [(distance, size) for distance, size in torch.stack(rows).tolist()]
 
 
 def is_number(taken: Taken) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
+from snugfit.errors import ModelError, RecipeError, SnugfitError, missing_package_message, one_line
 from snugfit.hub_kernels import only_errors
 from snugfit.job.architectures import heads, transformers_version
 from snugfit.job.clone import clone_to_device
@@ -253,7 +253,7 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
             f"{model.name}: {message} does not know. Correct that value in the config.json, or install "
             "another version of transformers."
         ) from error
-    if lacking := lacks_package(model.name, error):
+    if lacking := missing_package_message(model.name, error):
         raise ModelError(lacking) from error
     kind = type(error).__name__
     if _is_from("deepspeed", error):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.config import parse_config, read_config
-from snugfit.job.names import presets_like, same_sizes, unquantized_name
+from snugfit.job.names import preset_of_same_size, presets_like, unquantized_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
@@ -150,7 +150,7 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
     if cached := _cached_config(name):
         return ModelFacts(name, "hub cache", read_config(cached))
     # Tuned, mirrored and distilled models have a preset's sizes, so no download is needed.
-    if base := same_sizes(name, preset_names()):
+    if base := preset_of_same_size(name, preset_names()):
         return ModelFacts(base, "preset", read_preset(base))
     # A name of quantized weights is refused before a download.
     _refuse_quantized(name)
@@ -183,7 +183,7 @@ def _refuse_quantized(name: str) -> None:
     its sizes are known.
     """
     plain_name = unquantized_name(name)
-    if plain_name and (base := same_sizes(plain_name, preset_names())):
+    if plain_name and (base := preset_of_same_size(plain_name, preset_names())):
         raise ModelError(
             f"{name!r} names quantized weights, but snugfit predicts and trains unquantized ones. The same "
             f"model, unquantized: {base}."

@@ -59,7 +59,7 @@ unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models
 """
 
 
-def same_sizes(name: str, presets: Iterable[str]) -> str | None:
+def preset_of_same_size(name: str, presets: Iterable[str]) -> str | None:
     """Return the preset with the sizes of the model `name`; None if there is none.
 
     A preset of exactly this name has priority over one without `Instruct` or `Base`: a tuned model's dtype

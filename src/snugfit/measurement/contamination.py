@@ -87,7 +87,7 @@ def first_reason(
     `outside_bytes` are allocations of the run outside torch's allocator: its process group, and managed
     memory. Growth counts up to the moment `until` of the monotonic clock, or over all readings for None.
     """
-    reasons = [baseline.reason, during(sampler.censuses.values(), baseline)]
+    reasons = [baseline.reason, sentence_on_processes(sampler.censuses.values(), baseline)]
     grown = baseline.growth(sampler.peak_until(until))
     if grown is not None and reserved_bytes is not None and context_bytes is not None:
         known = context_bytes + outside_bytes
@@ -159,7 +159,7 @@ def _leftover(card: Card, baseline: GpuBaseline) -> str | None:
     return f"after the run {show_mib(excess)} MiB were not released" if excess > DRIFT_BYTES else None
 
 
-def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
+def sentence_on_processes(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
     """Return a sentence on other processes that used the GPU during the run, from the process lists; None
     without any."""
     censuses = list(censuses)

@@ -57,7 +57,7 @@ class Kept:
     several_gpus: bool = False
     """True if the plan is for several GPUs that train one model together."""
 
-    def why(self, slot: Slot) -> str:
+    def reason_for(self, slot: Slot) -> str:
         """Return the reason why a slot (a choice of the recipe) is fixed, and the option that frees it; empty
         for one that is searched.
         """
@@ -79,7 +79,7 @@ class Kept:
     def listing(self) -> tuple[KeptSlot, ...]:
         """Return the fixed slots (choices of the recipe) in the form of a plan's result."""
         return tuple(
-            KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.why(slot))
+            KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.reason_for(slot))
             for slot in Slot
             if slot in self.slots
         )
@@ -133,7 +133,7 @@ def _is_axis(technique: Technique) -> bool:
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:
     """Return the fixed slots (choices of the recipe) for this job: those of the techniques in `keep`, and
-    `OF_START` of the recipe `start`.
+    `START_SLOTS` of the recipe `start`.
 
     Slots in `free` are not fixed. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
     """

@@ -318,7 +318,7 @@ def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
-class Skipped(NamedTuple):
+class SkippedEvents(NamedTuple):
     """Number of events that a replay skips, because they only repeat earlier allocations and frees."""
 
     events: int
@@ -346,7 +346,7 @@ class Repeats:
         self._events = trace.events
         self._known: dict[int, dict[Hashable, int]] = defaultdict(dict)
 
-    def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> Skipped:
+    def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> SkippedEvents:
         """Return the number of events from `index` on that need no replay in this allocator state, and the
         blocks after them."""
         period = self.begins[index]
@@ -359,11 +359,11 @@ class Repeats:
         # The same state occurred some repetitions ago, so the events since then repeat.
         before = known.setdefault((state, own), time)
         if before == time:
-            return Skipped(0)
+            return SkippedEvents(0)
         cycle = time - before
         times = (period.times - time) // cycle * cycle
         by = period.blocks * times
-        return Skipped(
+        return SkippedEvents(
             period.events * times,
             period.events * cycle,
             {number + by if number >= oldest else number: block for number, block in live.items()},

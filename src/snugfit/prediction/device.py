@@ -141,7 +141,7 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     policies = [policy_for(gpu, software) for gpu in gpus]
     # GPUs with equal kernel choices need one simulation, so one policy of each kind suffices.
     by_decisions = {
-        policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
+        policy.decisions: policy for policy in policies if policy.sharing_key == policies[0].sharing_key
     }
     del by_decisions[policies[0].decisions]
     return replace(policies[0], peers=tuple(by_decisions.values()))

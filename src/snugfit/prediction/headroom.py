@@ -31,21 +31,25 @@ _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
 
 def headroom_of(
-    asked: int | str | None, gpu: Gpu | None, memory_bytes: int | None = None, *, one_of_many: bool = False
+    requested: int | str | None,
+    gpu: Gpu | None,
+    memory_bytes: int | None = None,
+    *,
+    one_of_many: bool = False,
 ) -> int:
     """Return the bytes to leave free of `memory_bytes`, or of the GPU's memory if that is None.
 
-    `asked` is in bytes or text (`1GiB`, `2%`); None is the default headroom. Raises `UsageError` for other
-    values. A headroom of all the memory is an error too. It is allowed for a GPU that is `one_of_many`, since
-    others may have more.
+    `requested` is in bytes or text (`1GiB`, `2%`); None is the default headroom. Raises `UsageError` for
+    other values. A headroom of all the memory is an error too. It is allowed for a GPU that is `one_of_many`,
+    since others may have more.
     """
-    if asked is None:
+    if requested is None:
         # An amount that the user names is used in full, unless a headroom is requested.
         return usual_headroom(gpu) if memory_bytes is None else 0
     limit = gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes
-    headroom = _as_bytes(asked, limit)
+    headroom = _as_bytes(requested, limit)
     if limit is not None and headroom >= limit and not one_of_many:
-        raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
+        raise UsageError(f"headroom: {requested!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
     return headroom
 
 

@@ -195,7 +195,7 @@ def queue_of(
     return LaunchQueue(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
 
 
-class _Distinct:
+class _DistinctKernels:
     """Index of the distinct kernel objects of a trace, since equal micro-batches refer to the same
     objects.
     """
@@ -209,7 +209,7 @@ class _Distinct:
         self.numbers = [*map(numbers.__getitem__, map(id, kernels))]
 
 
-_DISTINCT_CACHE: list[_Distinct] = []
+_DISTINCT_CACHE: list[_DistinctKernels] = []
 """Cache of the index of different kernels in the last tuple, since several functions process the same tuple
 in turn.
 """
@@ -221,12 +221,12 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
     """
     # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
-        distinct = _Distinct(kernels)
+        distinct = _DistinctKernels(kernels)
     # Tuples are compared by identity, since they may be long.
     elif _DISTINCT_CACHE and _DISTINCT_CACHE[0].kernels is kernels:
         distinct = _DISTINCT_CACHE[0]
     else:
-        distinct = _Distinct(kernels)
+        distinct = _DistinctKernels(kernels)
         _DISTINCT_CACHE[:] = [distinct]
     values = [value(kernel) for kernel in distinct.unique]
     return [*map(values.__getitem__, distinct.numbers)]

@@ -113,7 +113,7 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Wait for the process to end, and kill it after `ENDS_WITHIN` seconds. The caller has closed its
+        """Wait for the process to end, and kill it after `END_SECONDS` seconds. The caller has closed its
         connection."""
         self.process.join(END_SECONDS)
         if self.process.is_alive():
@@ -185,13 +185,13 @@ class WorkerPool:
         """
         waiting = list(questions)
 
-        def ask(worker: int) -> Question | None:
+        def next_call(worker: int) -> Question | None:
             question = next((candidate for candidate in waiting if is_for(worker, candidate)), None)
             if question is not None:
                 waiting.remove(question)
             return question
 
-        return self.results(ask, helped=True)
+        return self.results(next_call, helped=True)
 
 
 @contextmanager

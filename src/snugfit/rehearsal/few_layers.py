@@ -54,7 +54,7 @@ RecordPasses = Callable[["Job", Setup, "Policy"], Part]
 """Type of a function that simulates the forward and backward passes of a job and returns their recording."""
 
 
-class _Shallow(NamedTuple):
+class _ShallowPasses(NamedTuple):
     """Recorded forward and backward passes of a model with few layers, and Inductor's choices for its
     compiled code.
     """
@@ -144,7 +144,7 @@ def _repeats_layers(setup: Setup) -> bool:
 def _shallow_layers(layers: int, period: int) -> int:
     """Return the number of layers of the small model that is simulated in place of one with `layers` layers.
 
-    The small model plus one period differs from the full model by a multiple of `IN_TURNS` periods.
+    The small model plus one period differs from the full model by a multiple of `ALTERNATING_LAYERS` periods.
     """
     fewest = FEWEST_PERIODS * period
     return fewest + (layers - fewest - period) % (ALTERNATING_LAYERS * period)
@@ -152,14 +152,16 @@ def _shallow_layers(layers: int, period: int) -> int:
 
 def _rehearse(
     depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int, record: RecordPasses
-) -> _Shallow:
+) -> _ShallowPasses:
     with ExitStack() as stack:
         noted = [stack.enter_context(decisions()) for decisions in hooks("program_decisions")]
         part = record(depth.shallower(job, layers), setup, policy)
-    return _Shallow(part, list(chain(*noted)))
+    return _ShallowPasses(part, list(chain(*noted)))
 
 
-def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
+def _deepen_passes(
+    shallow: _ShallowPasses, deeper: _ShallowPasses, periods: int, *, compiled: bool
+) -> Part | None:
     # Warnings may contain layer numbers, which cannot be extrapolated in a sentence.
     if shallow.part.trace.doubts != deeper.part.trace.doubts:
         return None
@@ -175,7 +177,7 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
     return Part(trace, tuple(number for number, has in enumerate(have) if has), shared=shared)
 
 
-def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
+def _decide_alike(shallow: _ShallowPasses, deeper: _ShallowPasses, periods: int) -> bool:
     """Return True if Inductor chooses the same kernels for these two small models, so that the choices hold
     for the full model.
     """

@@ -10,7 +10,7 @@ import re
 import traceback
 from typing import TYPE_CHECKING
 
-from snugfit.errors import ModelError, RehearsalError, SnugfitError, lacks_package
+from snugfit.errors import ModelError, RehearsalError, SnugfitError, missing_package_message
 from snugfit.rehearsal.record.asker import CodeLine, module_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
             f'{name}: its config has no "{key}", which {job.task} needs{_place(error)}. Add it to '
             "config.json, or choose another task."
         )
-    if lacking := lacks_package(name, error):
+    if lacking := missing_package_message(name, error):
         return ModelError(lacking)
     return RehearsalError(f"{name} could not be simulated{_reason(job, error)}")
 

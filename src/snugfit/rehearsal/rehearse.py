@@ -211,7 +211,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         if (code := _code_of(step.job)) is not None and makes_on_the_host(code):
             stack.enter_context(CudaNames(recorder.current_phase, only=code.__name__))
         try:
-            with recorder, sets_in_order(step.job), gradients.follow():
+            with recorder, sets_in_order(step.job), gradients.inspect_first_step():
                 step.run(steps, recorder)
         except SnugfitError:
             raise
@@ -336,7 +336,7 @@ class MissingGradients:
         self._missing: set[torch.Tensor] | None = None
 
     @contextlib.contextmanager
-    def follow(self) -> Iterator[None]:
+    def inspect_first_step(self) -> Iterator[None]:
         """Context in which the first optimizer step is inspected."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 

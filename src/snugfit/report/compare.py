@@ -68,10 +68,10 @@ def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterat
         len(predictions) if best.fits is None else sum(prediction.fits is True for prediction in predictions)
     )
     fit = verdict(best)
-    which = f"{aim} of {number} recipes {of}" if number > 1 else "only recipe that fits"
+    aim_text = f"{aim} of {number} recipes {of}" if number > 1 else "only recipe that fits"
     figures = f": {fit.text.partition(': ')[2]}"
     figures = figures if best.tight else figures.replace(": fits, ", ", ")
-    yield Sentence(f"{about} the {which}{figures}", fit.role)
+    yield Sentence(f"{about} the {aim_text}{figures}", fit.role)
     yield Sentence(str(best.recipe), "recipe")
 
 

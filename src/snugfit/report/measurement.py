@@ -32,7 +32,9 @@ def render(measurement: Measurement) -> RenderableType:
     if measurement.timing:
         parts.append(timing_table(measurement.timing, measurement.job.words, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
-        parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
+        parts.append(
+            startup_table(measurement.startup, measurement.timing, several_ranks=measurement.gpus > 1)
+        )
     if calls := list(_calls(measurement)):
         parts.append(Facts(tuple(calls)))
     parts += [words(note, style) for note, style in _notes(measurement)]
@@ -175,11 +177,11 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
-def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
-    """Return a table of the stages of a run's start-up and their sum, in seconds; with `several` ranks those
-    of the slowest.
+def startup_table(startup: Startup, timing: Timing, *, several_ranks: bool) -> PlainTable:
+    """Return a table of the stages of a run's start-up and their sum, in seconds; with `several_ranks` ranks
+    those of the slowest.
     """
-    group = ", and the group of all ranks" if several else ""
+    group = ", and the group of all ranks" if several_ranks else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
         ("context", startup.context_seconds, f"CUDA and the context on the GPU{group}"),
@@ -238,8 +240,8 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
             )
         )
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
-        apart = measurement.smi_bytes - measurement.smi_nvml_bytes
+        gap = measurement.smi_bytes - measurement.smi_nvml_bytes
         # nvidia-smi rounds to whole MiB.
-        same = "agree" if abs(apart) <= 2 * MIB else f"differ by {show_bytes(abs(apart))}"
+        same = "agree" if abs(gap) <= 2 * MIB else f"differ by {show_bytes(abs(gap))}"
         notes.append((f"nvidia-smi and NVML {same}.", ""))
     return notes

@@ -37,7 +37,7 @@ class Watching:
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
-        self._every, self._steps, self._since = every, 0, _SinceLastLine()
+        self._every, self._steps, self._since = every, 0, _LineSums()
         self._expected: Event = {}
         self._reserved_bytes = 0
         self._bar = _Bar() if (self._out.isatty() if bar is None else bar) else None
@@ -87,7 +87,7 @@ class Watching:
                 of = f" of {self._steps:,}" if self._steps else ""
                 self._print_line(f"step {event['step']:,}{of}  {self._short(event)}{more}")
             self._propose_workers()
-            self._since = _SinceLastLine(proposed=self._since.proposed)
+            self._since = _LineSums(proposed=self._since.proposed)
 
     def _propose_workers(self) -> None:
         share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
@@ -154,7 +154,7 @@ class Watching:
         return "  ".join(parts)
 
 
-class _SinceLastLine:
+class _LineSums:
     """Sums since the last printed line: steps, samples, tokens, seconds, seconds that wait for data. It also
     sums the seconds that the arithmetic takes at the data sheet's peak rate.
     """

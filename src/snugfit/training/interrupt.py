@@ -172,7 +172,7 @@ _SIGNALS = tuple(EXIT_CODES)
 
 
 @final
-class Stops:
+class StopSignals:
     """The signals and checkpoint requests on which all processes of a training run act together."""
 
     def __init__(self, interrupts: Interrupts, ranks: Ranks) -> None:

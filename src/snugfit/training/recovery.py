@@ -31,7 +31,7 @@ whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unplanned:
+class PlanFailure:
     """The reason why no plan was possible, and a recipe that needs less memory, if one was found without a
     plan.
     """
@@ -40,7 +40,7 @@ class Unplanned:
     reason: str
 
 
-Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
+Replan = Callable[[Job, Recipe, str], Recipe | PlanFailure | None]
 """The type of a function that returns the next recipe after a lack of memory, or None. Its arguments are the
 job, the failed recipe, and the cause."""
 
@@ -129,7 +129,7 @@ class Recovery:
     def replan(self, recipe: Recipe, cause: str) -> tuple[Recipe | None, str]:
         """Return a recipe that needs less memory, or None, and the reason if no plan could be made."""
         chosen = self._replan(self.job, recipe, cause)
-        return (chosen.recipe, chosen.reason) if isinstance(chosen, Unplanned) else (chosen, "")
+        return (chosen.recipe, chosen.reason) if isinstance(chosen, PlanFailure) else (chosen, "")
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
         """Return the recipe that replaces the current one after it ran out of memory, `step` steps into the
@@ -164,7 +164,7 @@ class Recovery:
 
     def compare_again(self, recipe: Recipe, steps: int, compare: Callable[[Job], Job]) -> None:
         """Compare the gradients of micro-batches and of the whole batch again, if `steps` is one of
-        `AGAIN_AFTER`.
+        `RECHECK_STEPS`.
 
         A conclusive result is stored in `self.job`; an inconclusive one changes nothing.
         """

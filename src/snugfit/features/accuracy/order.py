@@ -66,7 +66,7 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
     """Return a sentence on the agreement between predicted and measured order of recipes. Return an empty
     text without two recipes to compare.
     """
-    order, clear = pooled_agreement(runs), pooled_agreement(runs, apart=MIN_DIFFERENCE)
+    order, clear = pooled_agreement(runs), pooled_agreement(runs, min_difference=MIN_DIFFERENCE)
     if order.tau is None:
         return ""
     text = f"Order of seconds: Kendall's tau {order.tau:.2f} over {order.pairs} pairs of recipes"

@@ -118,7 +118,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
         for index, entry in enumerate(trace)
         if entry["action"] == "oom"
     ]
-    places = _Places()
+    places = _CodeLines()
     sizes: Counter[int] = Counter()
     for part in segments:
         sizes[_size(part.get("device", 0))] += _size(part["total_size"])
@@ -158,7 +158,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     )
 
 
-def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
+def _alive(segments: Sequence[Any], places: _CodeLines) -> dict[int, LiveBlock]:
     """Return the live blocks at the end of the snapshot, by address. A freed block that waits for another
     stream counts as live.
     """
@@ -187,7 +187,7 @@ def _frames_of(block: Any) -> Any:
 
 
 def _rewind(
-    alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _Places
+    alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _CodeLines
 ) -> dict[int, LiveBlock]:
     """Return the live memory blocks before event `index` of a snapshot's history, computed back from those at
     its end.
@@ -213,7 +213,7 @@ def _rewind(
 UNKNOWN = "(no stack frames)"
 
 
-class _Places(dict[int, str]):
+class _CodeLines(dict[int, str]):
     """Cache of the code line of each stack trace. Blocks and events of a snapshot share traces, so the key is
     the object's identity.
     """

@@ -153,10 +153,10 @@ def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
     """Return the hardware limit (computation, memory or host) that bounds the seconds of the prefill or of
     decoding.
 
-    It is the link if copies of an offloaded cache to the host take more than `BY_LINK` of the device's
-    seconds. It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger
-    one of the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See
-    Williams et al., Roofline, CACM 2009.
+    It is the link if copies of an offloaded cache to the host take more than `LINK_BOUND_SHARE` of the
+    device's seconds. It is the host if the device works for less than `DEVICE_BOUND_SHARE` of the phase.
+    Otherwise it is the larger one of the arithmetic and the memory traffic of the kernels, each at the peak
+    of the data sheet. See Williams et al., Roofline, CACM 2009.
     """
     timing, gpu = prediction.timing, prediction.gpu
     assert timing is not None

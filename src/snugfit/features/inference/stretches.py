@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
 
 
-class NotAlike(Exception):
+class DifferentSteps(Exception):
     """Internal exception for two decode steps that differ in more than sizes, so that no interpolation is
     possible. Users never see it.
     """
@@ -93,15 +93,15 @@ class RecordedCall:
 
     @classmethod
     def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
-        """Return a recorded call, divided into prefill and decode steps. Raises `NotAlike` for an unexpected
-        structure.
+        """Return a recorded call, divided into prefill and decode steps. Raises `DifferentSteps` for an
+        unexpected structure.
         """
         trace = recording.trace
         stretches = list(_split(recording))
         before = [stretch for stretch in stretches if stretch.phase != DECODE]
         decode = stretches[len(before) : len(before) + decode_steps]
         if len(decode) != decode_steps or any(stretch.phase != DECODE for stretch in decode):
-            raise NotAlike
+            raise DifferentSteps
         freed = {-event - 1 for event in trace.events[: _end(recording)] if event < 0}
         alive = [
             (block_id, block)
@@ -206,28 +206,28 @@ def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int
     """Return True if sizes and kernels of three windows of decode steps grow linearly, so that others can be
     extrapolated.
     """
-    offset, apart = middle.step - left.step, right.step - left.step
+    offset, distance = middle.step - left.step, right.step - left.step
     # Sizes that grow in steps longer than this period may still be on a line in all three windows.
-    if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, apart):
+    if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, distance):
         return False
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
-        if not _is_on_line(*steps, offset, apart):
+        if not _is_on_line(*steps, offset, distance):
             return False
         for first, other, last in zip(*map(_work, steps), strict=True):
-            line = first + (last - first) * offset / apart
+            line = first + (last - first) * offset / distance
             if abs(other - line) > MAX_NONLINEARITY * line:
                 return False
     return True
 
 
-def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apart: int) -> bool:
-    """Return True if the sizes of `middle`, `offset` steps after `first`, are on the line to `last`, `apart`
-    steps after it.
+def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, distance: int) -> bool:
+    """Return True if the sizes of `middle`, `offset` steps after `first`, are on the line to `last`,
+    `distance` steps after it.
     """
     if not _same_structure(first, middle) or not _same_structure(first, last):
         return False
     sizes = ([block.nbytes for block in step.blocks] for step in (first, middle, last))
-    return all((b - a) * apart == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
+    return all((b - a) * distance == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
 
 
 MAX_NONLINEARITY = 0.002
@@ -324,14 +324,14 @@ def interpolate(
     The middle of `together` periods represents them, because it has their mean sizes. Steps with another
     structure than in `right` have the sizes of `left`.
     """
-    apart = right.step - left.step
+    distance = right.step - left.step
     lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
-    for begin in range(0, apart, period * together):
-        times = min(together, (apart - begin) // period)
+    for begin in range(0, distance, period * together):
+        times = min(together, (distance - begin) // period)
         # Positions are counted in half steps, so that the mean of an even number of periods is exact.
         middle = 2 * begin + (times - 1) * period
         for line in lines:
-            yield line.at(middle, 2 * apart), times
+            yield line.at(middle, 2 * distance), times
 
 
 @dataclass
@@ -359,19 +359,19 @@ class SizeLine:
             [(at, a, b) for at, (a, b) in kernels if a != b],
         )
 
-    def at(self, step: int, apart: int) -> Stretch:
-        """Return the interpolated decode step that is `step` of `apart` steps after the first."""
+    def at(self, step: int, distance: int) -> Stretch:
+        """Return the interpolated decode step that is `step` of `distance` steps after the first."""
         blocks, kernels = self.first.blocks.copy(), self.first.kernels.copy()
         for at, block, growth in self.blocks:
-            blocks[at] = block._replace(nbytes=block.nbytes + growth * step // apart)
+            blocks[at] = block._replace(nbytes=block.nbytes + growth * step // distance)
         for at, kernel, other in self.kernels:
-            kernels[at] = _between(kernel, other, step, apart)
+            kernels[at] = _between(kernel, other, step, distance)
         return replace(self.first, blocks=blocks, kernels=kernels)
 
 
-def _between(kernel: Kernel, other: Kernel, step: int, apart: int) -> Kernel:
+def _between(kernel: Kernel, other: Kernel, step: int, distance: int) -> Kernel:
     def at(a: int, b: int) -> int:
-        return a + (b - a) * step // apart
+        return a + (b - a) * step // distance
 
     shapes = kernel.shapes
     if [len(shape) for shape in shapes] == [len(shape) for shape in other.shapes]:
@@ -422,14 +422,14 @@ class CallWriter:
             self._write_kernels(stretch)
 
     def end(self) -> None:
-        """Append the frees of a call's remaining memory blocks to the trace. Raises `NotAlike` if blocks of
-        decode steps are still allocated.
+        """Append the frees of a call's remaining memory blocks to the trace. Raises `DifferentSteps` if
+        blocks of decode steps are still allocated.
         """
         for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
             # The last window has no such block, because it began with other tokens.
             self._free(block_id, [])
         if self._alive:
-            raise NotAlike
+            raise DifferentSteps
 
     def _write(self, stretch: Stretch, *, early: bool) -> None:
         begin = len(self._events)
@@ -492,7 +492,7 @@ class CallWriter:
             if self._call >= 0:
                 del self._alive[index]
         except (KeyError, IndexError):
-            raise NotAlike(block_id) from None
+            raise DifferentSteps(block_id) from None
         self._events.append(-(index + 1))
 
     def trace(self) -> Trace:

@@ -178,11 +178,11 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
 
     def properties(device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
-            multi_processor_count=policy.common(lambda gpu_policy: gpu_policy.multiprocessors)
+            multi_processor_count=policy.common_choice(lambda gpu_policy: gpu_policy.multiprocessors)
         )
 
     def capability(device: Any = None) -> tuple[int, int]:
-        return policy.common(lambda gpu_policy: gpu_policy.capability)
+        return policy.common_choice(lambda gpu_policy: gpu_policy.capability)
 
     def dtype_of(device_type: str) -> torch.dtype:
         return autocast_dtype(SWITCH if device_type in ("cuda", "meta") else device_type)

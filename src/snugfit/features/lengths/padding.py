@@ -191,9 +191,9 @@ def _mean(lengths: Sequence[LengthSeconds]) -> LengthSeconds:
     return LengthSeconds(*(sum(values) / len(lengths) for values in zip(*lengths, strict=True)))
 
 
-def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
+def seconds_of(profiler: LengthProfiler, all_ways: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
     """Return the predicted seconds of a step for every shape (length, padded or not) of the drawn batches."""
-    shapes = {shape for ways in of for shape in ways.shapes()}
+    shapes = {shape for ways in all_ways for shape in ways.shapes()}
     seconds: dict[BatchShape, LengthSeconds] = {}
     for padded in (True, False):
         lengths = {length for length, masked in shapes if masked is padded}

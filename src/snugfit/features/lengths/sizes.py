@@ -3,8 +3,8 @@
 Matrix products are computed in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA, "Matrix
 Multiplication Background User's Guide", sections 2.2 and 3). A size just past the end of a tile or a wave
 costs as much as a much larger one. Tensor cores need rows that are multiples of 16 bytes for full speed. Each
-alternative is found by predicting memory and step time of the job with another size. Gains below `WORTH` are
-not listed.
+alternative is found by predicting memory and step time of the job with another size. Gains below `MIN_GAIN`
+are not listed.
 
 Only a change of the vocabulary and padding to another length are *proposed*: neither changes the learned
 model. Another batch size or model width changes the training, so those are only listed.
@@ -86,12 +86,12 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
     """
     if profiler.timing(length, padded).bound in ("host", "loading"):
         return ()
-    at = _At(profiler, length, padded)
+    at = _SimulatedSize(profiler, length, padded)
     return (*_vocabulary(at), *_length(at), *_batch(at), *_widths(at))
 
 
 @dataclass(frozen=True)
-class _At:
+class _SimulatedSize:
     """A simulated training step of one job and sequence length, which steps of other sizes are compared
     with.
     """
@@ -100,7 +100,9 @@ class _At:
     length: int
     padded: bool
 
-    def instead(self, size_name: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
+    def instead(
+        self, size_name: str, given: int, other: _SimulatedSize, size: int, *, tokens: bool = False
+    ) -> Size:
         """Return the gain and extra memory of another size, such as a batch size, over this one."""
         needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
@@ -118,20 +120,20 @@ class _At:
         """Return the predicted seconds of this simulated step."""
         return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
 
-    def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
+    def gain(self, other: _SimulatedSize, *, tokens: bool = False, rates: Rates | None = None) -> float:
         """Return the relative gain in samples (or tokens) per second of the other step over this one."""
         work = other.profiler.job.batch_size / self.profiler.job.batch_size
         if tokens:
             work *= other.length / self.length
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
-    def steep(self, other: _At, share: float) -> bool:
+    def steep(self, other: _SimulatedSize, share: float) -> bool:
         """Return True if the other step saves a far larger share of seconds than `share`, the share by which
         it is shorter.
         """
         return 1 - other.seconds() / self.seconds() > MIN_SLOPE * share
 
-    def with_changes(self, **changes: Any) -> _At:
+    def with_changes(self, **changes: Any) -> _SimulatedSize:
         """Return the simulated step at the same length for a job with these fields changed."""
         profiler = self.profiler
         job = replace(profiler.job, **changes)
@@ -148,7 +150,7 @@ def up(size: int, multiple: int) -> int:
 # ---- the vocabulary -------------------------------------------------------------------------------------
 
 
-def _vocabulary(at: _At) -> Iterator[Size]:
+def _vocabulary(at: _SimulatedSize) -> Iterator[Size]:
     """Yield larger vocabulary sizes with which a step is faster, as by
     `resize_token_embeddings(pad_to_multiple_of=64)`.
     """
@@ -167,7 +169,7 @@ def _vocabulary(at: _At) -> Iterator[Size]:
 # ---- the length -----------------------------------------------------------------------------------------
 
 
-def _length(at: _At) -> Iterator[Size]:
+def _length(at: _SimulatedSize) -> Iterator[Size]:
     """Yield faster sequence lengths: a longer one with fewer seconds (by padding), or a shorter one with more
     tokens per second.
     """
@@ -196,7 +198,7 @@ def _length(at: _At) -> Iterator[Size]:
 # ---- the batch ------------------------------------------------------------------------------------------
 
 
-def _batch(at: _At) -> Iterator[Size]:
+def _batch(at: _SimulatedSize) -> Iterator[Size]:
     """Yield faster batch sizes: a smaller one with more samples per second, and the largest one whose step is
     as fast. At both, the tiles of the matrix products fill the GPU's multiprocessors completely.
     """
@@ -217,7 +219,7 @@ def _batch(at: _At) -> Iterator[Size]:
             yield size_change
 
 
-def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
+def _between(at: _SimulatedSize, steps: dict[int, _SimulatedSize], samples: int) -> dict[int, float]:
     """Return the seconds of a step for every batch size between the simulated `steps`, by interpolating their
     kernels. Return an empty dict if that is impossible.
     """
@@ -236,7 +238,7 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 # ---- widths ---------------------------------------------------------------------------------------------
 
 
-def _widths(at: _At) -> Iterator[Size]:
+def _widths(at: _SimulatedSize) -> Iterator[Size]:
     """Yield widths of the model whose matrix rows are not a multiple of 16 bytes, with their estimated extra
     time.
     """

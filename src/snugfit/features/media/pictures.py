@@ -118,15 +118,15 @@ def _array(entry: MediaEntry) -> np.ndarray:
         pixels = pixels.astype(np.uint8) if 0 <= pixels.min() <= pixels.max() <= 255 else pixels
     if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
         raise UsageError(
-            f"{entry.where}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) of "
-            f"uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
+            f"{entry.location}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) "
+            f"of uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
         )
     # Channels may come first, as in torch.
     if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] not in MODES:
         raise UsageError(
-            f"{entry.where}: an image of the shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
+            f"{entry.location}: an image of shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
         )
     # Pillow takes a single channel without a third dimension.
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

@@ -110,7 +110,7 @@ class MediaSamples(IndexedSamples):
         return MediaEntry(
             value=self.media.value(row, self.column, index),
             rate=row.get(RATE),
-            where=self.media.location(index),
+            location=self.media.location(index),
             folder=self.media.folder_of(index),
         )
 
@@ -227,7 +227,7 @@ def _refuse_missing(media: Rows, column: str) -> None:
         value, folder = media.value(row, column, index), media.folder_of(index)
         path = path_in(value, folder)
         if path is not None and not os.path.isfile(path):
-            raise MediaEntry(value=value, where=media.location(index), folder=folder).missing_error()
+            raise MediaEntry(value=value, location=media.location(index), folder=folder).missing_error()
 
 
 def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:

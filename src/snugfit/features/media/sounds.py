@@ -108,7 +108,7 @@ def _decode(entry: MediaEntry) -> Sound:
     samples, rate = _in_memory(entry)
     if isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1:
         raise UsageError(
-            f'{entry.where}: audio in memory needs its sampling rate: {{"array": ..., "sampling_rate": '
+            f'{entry.location}: audio in memory needs its sampling rate: {{"array": ..., "sampling_rate": '
             "16000}, or a column sampling_rate."
         )
     return Sound(samples, int(rate))
@@ -139,7 +139,7 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
     if sound.ndim != 1 or sound.dtype.kind != "f":
         shape = f"one of {sound.dtype} and the shape {sound.shape}" if sound.ndim else type(value).__name__
         raise UsageError(
-            f"{entry.where}: audio must be a path, a file's bytes, or an array (N) of floats in [-1, 1] "
+            f"{entry.location}: audio must be a path, a file's bytes, or an array (N) of floats in [-1, 1] "
             f"with its sampling_rate, not {shape}."
         )
     return sound.astype(np.float32)

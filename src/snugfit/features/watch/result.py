@@ -131,10 +131,10 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
     if gpu.retries:
         yield "  retries", f"{gpu.retries}: the allocator released its cache to continue"
     if gpu.nvml_bytes is not None:
-        apart = (
+        gap = (
             f", without the driver's {show_bytes(gpu.reserve_bytes)}" if gpu.reserve_bytes is not None else ""
         )
-        yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{apart}"
+        yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{gap}"
     if gpu.process_bytes is not None:
         yield "  this process", show_bytes(gpu.process_bytes)
     if gpu.utilization is not None:

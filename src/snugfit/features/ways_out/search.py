@@ -113,19 +113,19 @@ def _stages(
     technique. Once changes are found, only single techniques that change the algorithm are tried.
     """
 
-    def say(message: str) -> None:
+    def report(message: str) -> None:
         tell(f"trying {message} more; {len(offers)} found so far")
 
     for fidelity in degrees:
-        say("one technique")
+        report("one technique")
         yield lighter.singles(fidelity)
         if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > MAX_SIMULATED):
             return
         if not lighter.may_fit_together(fidelity):
             continue
-        say("two techniques")
+        report("two techniques")
         yield lighter.pairs(fidelity)
-        say("as many techniques as needed")
+        report("as many techniques as needed")
         if not offers:
             yield lighter.many_at_once(fidelity)
             continue

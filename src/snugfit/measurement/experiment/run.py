@@ -173,12 +173,14 @@ def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
     return next(bad, 0)
 
 
-def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: int, when: str) -> Measurement:
-    """Return the measurement of all ranks together, with the outcome of the rank `cause`."""
+def _measurement(
+    request: MeasurementRequest, runs: Sequence[RankRun], failed_rank: int, date: str
+) -> Measurement:
+    """Return the measurement of all ranks together, with the outcome of the rank `failed_rank`."""
     footprints = [run.footprint() for run in runs]
     reasons = [run.contamination() for run in runs]
-    worst, outcome = worst_of(footprints), runs[cause].result.outcome
-    slowest = slowest_of(runs) if outcome == causes.OK else cause
+    worst, outcome = worst_of(footprints), runs[failed_rank].result.outcome
+    slowest = slowest_of(runs) if outcome == causes.OK else failed_rank
     decisive, result = runs[worst].result, runs[slowest].result
     several = len(runs) > 1
     return Measurement(
@@ -190,7 +192,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         footprint=footprints[worst],
         timing=runs[slowest].timing() if outcome == causes.OK or not several else None,
         versions=result.versions,
-        when=when,
+        when=date,
         startup=result.startup if outcome == causes.OK or not several else None,
         first_context_bytes=decisive.first_context_bytes,
         smi_bytes=decisive.smi_bytes,
@@ -202,7 +204,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         host_loop_seconds=result.host_loop_seconds,
         losses=runs[0].result.losses,
         results=runs[0].result.results,
-        message=_message(runs, cause),
+        message=_message(runs, failed_rank),
         gpus=len(runs),
         ranks=tuple(run.to_measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
         if several

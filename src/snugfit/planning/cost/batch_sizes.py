@@ -246,7 +246,7 @@ def update_of(part: Part) -> UpdateProfile:
     repeats in all later steps.
     """
     (made_before, makes), (_, steady), *_ = part.cut
-    allocs = (move for move in made_before if isinstance(move, Alloc))
+    allocs = (event for event in made_before if isinstance(event, Alloc))
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
     workspaces = sum(
         alloc.nbytes for alloc in permanent_workspaces(makes)
@@ -256,18 +256,18 @@ def update_of(part: Part) -> UpdateProfile:
     return UpdateProfile(max(accumulate(map(_change, steady)), default=0), states, _work(last))
 
 
-def _work(moves: Sequence[TraceEvent]) -> Work:
+def _work(events: Sequence[TraceEvent]) -> Work:
     kernels, waits = [], []
-    for move in moves:
-        if isinstance(move, Kernel):
-            kernels.append(move)
-        elif move is MarkKind.WAIT:
+    for event in events:
+        if isinstance(event, Kernel):
+            kernels.append(event)
+        elif event is MarkKind.WAIT:
             waits.append(len(kernels))
     return Work(tuple(kernels), tuple(waits))
 
 
-def _change(move: TraceEvent) -> int:
+def _change(event: TraceEvent) -> int:
     """Return the bytes by which an allocation or a free changes the live memory."""
-    if isinstance(move, Alloc):
-        return move.nbytes
-    return -move.stack.nbytes if isinstance(move, Free) else 0
+    if isinstance(event, Alloc):
+        return event.nbytes
+    return -event.stack.nbytes if isinstance(event, Free) else 0

@@ -24,7 +24,7 @@ from snugfit.planning.cost.batch_sizes import (
     rehearse_sizes,
     update_of,
 )
-from snugfit.planning.cost.lowered import left_by_lowering, lowered_kinds
+from snugfit.planning.cost.lowered import lowered_kinds, uncompiled_work
 from snugfit.planning.cost.queue import QueueSegment, extrapolate_depth, join, stack
 from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
@@ -231,7 +231,7 @@ class _PassesBounds:
         bytes."""
         resting = self.resting(setup)
         return StepBounds(
-            live_bytes=max(self.rise(setup), resting),
+            live_bytes=max(self.peak_bytes(setup), resting),
             seconds=seconds,
             resting_bytes=resting,
             layers_bytes=max(self.in_layers(setup), resting),
@@ -257,7 +257,7 @@ class _PassesBounds:
 
     # ---- bytes -------------------------------------------------------------------------------------------
 
-    def rise(self, setup: Setup) -> int:
+    def peak_bytes(self, setup: Setup) -> int:
         """Return a lower bound of the peak of allocated bytes in forward and backward, including weights and
         optimizer states.
         """
@@ -401,7 +401,7 @@ class _PassesBounds:
         """
         if id(work) not in self._left:
             # The entry holds the original too, so that its id is not reused by another object.
-            self._left[id(work)] = work, left_by_lowering(work)
+            self._left[id(work)] = work, uncompiled_work(work)
         return self._left[id(work)][1]
 
     def _works_of(

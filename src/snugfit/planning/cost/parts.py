@@ -6,7 +6,7 @@ models of few layers, with all sizes of micro-batch in one simulation. It simula
 likewise. `lower_bounds.py` derives the lower bound for all layers. Models whose layers do not repeat are
 simulated in full.
 
-`judge` computes *exact* bytes and seconds. It simulates passes and update with all layers and joins their
+`evaluate` computes *exact* bytes and seconds. It simulates passes and update with all layers and joins their
 traces. The timer and the allocator replay the joined trace. Every number of a plan comes from this function.
 Simulations take most of the time, and GPUs that run the same kernels share them. Each GPU has a separate CUDA
 context and separate seconds.

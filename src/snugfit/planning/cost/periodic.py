@@ -58,7 +58,7 @@ class Requests:
         self._phase = "build"
         self.build = self._of(run.build)
         self.recorded = [
-            [(self._of(moves), times) for moves, times in pieces if times] for pieces in run.recorded
+            [(self._of(events), times) for events, times in pieces if times] for pieces in run.recorded
         ]
         self.steps = run.steps
         self.stacks = len(self._stacks)
@@ -76,26 +76,26 @@ class Requests:
                 left[stack] += (times if action > 0 else -times) if stack >= 0 else 0
         return self.steps > 1 and not any(left.values())
 
-    def _of(self, moves: Iterable[Any]) -> list[Request]:
+    def _of(self, events: Iterable[Any]) -> list[Request]:
         requests: list[Request] = []
         known, stacks = self._known, self._stacks
-        for move in moves:
-            kind = type(move)
+        for event in events:
+            kind = type(event)
             if kind is Alloc or kind is Free:
                 if self._pending and kind is Alloc:
-                    requests += self._driver(move)
-                request = known.get(id(move))
+                    requests += self._driver(event)
+                request = known.get(id(event))
                 if request is None:
-                    number = stacks.setdefault(move.stack, len(stacks))
-                    action = move.nbytes if kind is Alloc else -1 - move.stack_distance
-                    request = known[id(move)] = number, action
+                    number = stacks.setdefault(event.stack, len(stacks))
+                    action = event.nbytes if kind is Alloc else -1 - event.stack_distance
+                    request = known[id(event)] = number, action
                 requests.append(request)
             elif kind is PhaseStart:
-                self._phase = move.phase
-            elif move is MarkKind.CONTEXT_RELEASED:
-                self._due = [self._phase, move]
-            elif move is MarkKind.CACHE_EMPTIED:
-                requests.append((-1, move))
+                self._phase = event.phase
+            elif event is MarkKind.CONTEXT_RELEASED:
+                self._due = [self._phase, event]
+            elif event is MarkKind.CACHE_EMPTIED:
+                requests.append((-1, event))
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:

@@ -311,11 +311,11 @@ def search_each(
     searches = []
     for index, gpu in enumerate(gpus):
 
-        def tell_of(message: str, begun: str = f"GPU {index + 1} of {len(gpus)}: ") -> None:
+        def callback_for(message: str, begun: str = f"GPU {index + 1} of {len(gpus)}: ") -> None:
             tell(begun + message)
 
         gpu_search = SearchOfGpu(
-            space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=tell_of
+            space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=callback_for
         )
         # The searches share the worker processes, and so the simulations that each worker has cached.
         gpu_search.state.worker_of = workers
@@ -379,7 +379,7 @@ class SharedResults:
         """Return a worker pool that returns only the results for the GPU with this index."""
         return _PoolOfGpu(self, index)
 
-    def unknown(self, question: Question) -> list[Setup]:
+    def setups_to_run(self, question: Question) -> list[Setup]:
         """Return the Setups of this method call whose results are not in the cache."""
         (setups,) = question.arguments
         return [setup for setup in setups if (question.method, id(setup)) not in self._known]
@@ -398,7 +398,7 @@ class SharedResults:
 
     def value(self, question: Question, index: int) -> Any:
         """Return the cached results for the GPU `index`, one for each Setup of the method call. Return a
-        single error if all have the same one, or if any exact evaluation (`judge`) failed.
+        single error if all have the same one, or if any exact evaluation (`evaluate`) failed.
         """
         (setups,) = question.arguments
         values = [self._known[question.method, id(setup)] for setup in setups]
@@ -419,15 +419,15 @@ class _PoolOfGpu(WorkerPool):
     def results(
         self, next_call: Callable[[int], Question | None], *, helped: bool = False
     ) -> Iterator[CallResult]:
-        """Yield the results of method calls as `WorkerPool.answers` does; cached results need no worker."""
+        """Yield the results of method calls as `WorkerPool.results` does; cached results need no worker."""
         pending: dict[int, tuple[Question, Question]] = {}
         known: list[Question] = []
 
-        def ask_for_rest(worker: int) -> Question | None:
+        def request_rest(worker: int) -> Question | None:
             # A known answer is delivered before the worker gets a further question.
             if known or (question := next_call(worker)) is None:
                 return None
-            if not (setups := self._results.unknown(question)):
+            if not (setups := self._results.setups_to_run(question)):
                 known.append(question)
                 return None
             rest = question._replace(arguments=(setups,))
@@ -435,7 +435,7 @@ class _PoolOfGpu(WorkerPool):
             return rest
 
         while True:
-            for number, value in self._results.pool.results(ask_for_rest, helped=helped):
+            for number, value in self._results.pool.results(request_rest, helped=helped):
                 question, rest = pending.pop(number)
                 self._results.learn(rest, value)
                 yield CallResult(number, self._results.value(question, self._index))

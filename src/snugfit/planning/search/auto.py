@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from snugfit.errors import NothingFits, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.mixture import (
+    MixtureTrial,
     RecomputingLine,
-    Tried,
     find_mixture,
     grades_of,
     guess_between,
@@ -57,7 +57,7 @@ NO_LIMIT = (
 )
 
 
-class Resolved(NamedTuple):
+class ResolvedRecipe(NamedTuple):
     """Result of replacing `auto` in a recipe: a recipe with concrete settings, and the reason for them."""
 
     recipe: Recipe
@@ -124,7 +124,7 @@ def resolve(
     gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
     **options: Any,
-) -> Resolved:
+) -> ResolvedRecipe:
     """Return the recipe `fixed` with the least recomputing and offloading with which it fits, and the reason.
 
     `options` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
@@ -181,9 +181,9 @@ def _faster_mixture(
     if mixture is None or gone >= mixture.layers:
         return None
 
-    def look(recipe: Recipe) -> Tried | None:
+    def look(recipe: Recipe) -> MixtureTrial | None:
         known = search.is_known(recipe)
-        return Tried(recipe, search.lacking(recipe), search.seconds(recipe)) if known else None
+        return MixtureTrial(recipe, search.lacking(recipe), search.seconds(recipe)) if known else None
 
     line = RecomputingLine(
         search.needed_bytes(base), search.seconds(base), search.needed_bytes(full), search.seconds(full)
@@ -268,11 +268,11 @@ class _AutoSearch:
         return recipes[high]
 
 
-def _resolve_to(recipe: Recipe, cause: str, search: _AutoSearch) -> Resolved:
+def _resolve_to(recipe: Recipe, cause: str, search: _AutoSearch) -> ResolvedRecipe:
     words = " + ".join(str(recipe[slot]) for slot in AUTO_SLOTS if not recipe[slot].plain)
     words = words or str(recipe[Slot.CHECKPOINTING])
     needs = f"it needs {show_bytes(search.needed_bytes(recipe))} of {show_bytes(search.memory)}"
-    return Resolved(recipe, f"auto: {words}, because {cause}; {needs}")
+    return ResolvedRecipe(recipe, f"auto: {words}, because {cause}; {needs}")
 
 
 def _each_layer(job: Job) -> list[Technique]:

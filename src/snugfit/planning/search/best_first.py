@@ -3,7 +3,7 @@
 Each candidate with lower bounds has a minimum number of seconds. So has each group of candidates with the
 same forward and backward passes that waits for bounds. The fastest comes first, since its result makes most
 slower ones unnecessary. A free worker takes tasks that are slower than those of other workers only up to
-`AHEAD_SHARE`. It takes no group whose bounds depend on a pending result of another worker.
+`LOOKAHEAD_SHARE`. It takes no group whose bounds depend on a pending result of another worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _SearchTask(NamedTuple):
     numbers: list[int]
 
 
-class _Needed(NamedTuple):
+class _NeededRecipes(NamedTuple):
     """Cache entry: the recipes of one group that the search still needs, with the number of results at that
     time.
     """
@@ -68,7 +68,7 @@ class BestFirst:
         processed first.
         """
         self._results = 0
-        self._needed: dict[int, _Needed] = {}
+        self._needed: dict[int, _NeededRecipes] = {}
         """Candidates that the search still needed at the last check of a postponed group, by group."""
         self._stale = set(kinds.waiting)
         """Groups of postponed recipes to check again, because results came after their last check."""
@@ -208,13 +208,13 @@ class BestFirst:
             if needed.seconds < most and kind in waiting
         )
 
-    def _examine(self, kind: int) -> _Needed:
+    def _examine(self, kind: int) -> _NeededRecipes:
         """Return the candidates of a group that are still needed, given the current results."""
         needed = self._needed.get(kind)
         if needed is None or needed.results != self._results:
             numbers = self.kinds.needed_of(kind)
             seconds = self.kinds.least_seconds_of(numbers) if numbers else math.inf
-            needed = self._needed[kind] = _Needed(self._results, numbers, seconds)
+            needed = self._needed[kind] = _NeededRecipes(self._results, numbers, seconds)
         return needed
 
     def _may_screen(self, worker: int, number: int) -> bool:

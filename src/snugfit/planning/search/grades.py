@@ -31,8 +31,8 @@ from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.search.mixture import (
     Mixture,
+    MixtureTrial,
     RecomputingLine,
-    Tried,
     find_mixture,
     guess_between,
     is_valid,
@@ -73,7 +73,7 @@ A forward pass has a third of a step's FLOPs.
 """
 
 
-class _UnfitAndRecomputed(NamedTuple):
+class _RecomputedPair(NamedTuple):
     """A recipe that recomputes nothing and does not fit, paired with the same recipe with each layer
     recomputed.
     """
@@ -147,7 +147,7 @@ def find_recomputed(
         state.graded.add(state.space.candidates[between.number].sized)
         memory, base = state.memory_bytes or 0, state.space.candidates[between.number].recipe
 
-        def may_be_fastest(cost: float, share: float, between: _UnfitAndRecomputed = between) -> bool:
+        def may_be_fastest(cost: float, share: float, between: _RecomputedPair = between) -> bool:
             return between.seconds_at(share * cost) < state.fastest_that_fits * (1 - AS_FAST)
 
         if mixture is not None and may_be_fastest(1.0, between.share(memory)):
@@ -164,21 +164,21 @@ def find_recomputed(
 
 
 def _evaluate_mixtures(
-    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, mixture: Mixture
+    state: SearchState, pool: WorkerPool, between: _RecomputedPair, mixture: Mixture
 ) -> None:
     """Simulate recipes that offload activations of some layers to the host and recompute others. Add those
     that fit and are faster than all others that fit to the search.
     """
     memory = state.memory_bytes or 0
 
-    def look(recipe: Recipe) -> Tried | None:
+    def look(recipe: Recipe) -> MixtureTrial | None:
         evaluation = evaluate_recipe(state, pool, recipe)
         if evaluation is None:
             return None
         lacking = evaluation[1].needed_bytes - memory
         if lacking <= 0 and evaluation[1].seconds < state.fastest_that_fits:
             add_candidate(state, *evaluation)
-        return Tried(evaluation[0], lacking, evaluation[1].seconds)
+        return MixtureTrial(evaluation[0], lacking, evaluation[1].seconds)
 
     base = state.space.candidates[between.number].recipe
     gone = between.layers_within(memory, mixture.layers)
@@ -208,7 +208,7 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         if least is None or not state.fits(least[1].needed_bytes):
             continue
         known = state.evaluated.get(number) or state.bounds[number]
-        between = _UnfitAndRecomputed(
+        between = _RecomputedPair(
             number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds
         )
         enough = _least_that_fits(state, pool, between, settings) or least
@@ -259,7 +259,7 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
                 low = middle
 
 
-def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRecomputed | None:
+def _most_promising(state: SearchState, slot: Slot, cost: float) -> _RecomputedPair | None:
     """Return the recipe with the least estimated seconds if just enough layers are recomputed, the simplest
     of equally fast ones. Recipes with the same passes as those in `state.graded` are skipped.
 
@@ -283,7 +283,7 @@ def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRec
     )
 
 
-def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
+def _lines(state: SearchState, slot: Slot) -> Iterator[_RecomputedPair]:
     """Yield pairs of recipes: one that recomputes nothing and does not fit, and one with each layer
     recomputed that may fit.
     """
@@ -303,11 +303,11 @@ def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
             most = max(full.seconds, known.seconds) if full else known.seconds * (1 + ASSUMED_RECOMPUTE_SHARE)
-            yield _UnfitAndRecomputed(number, known.needed_bytes, known.seconds, least, most)
+            yield _RecomputedPair(number, known.needed_bytes, known.seconds, least, most)
 
 
 def _least_that_fits(
-    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, grades: Sequence[Technique]
+    state: SearchState, pool: WorkerPool, between: _RecomputedPair, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
     """Return the recipe with the first of these settings that fits, with its bytes and seconds. `grades`
     recompute more and more layers. Return None if none was found, or if it is no faster than the fastest that

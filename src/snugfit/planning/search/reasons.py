@@ -49,13 +49,13 @@ class Explanation(NamedTuple):
     """Seconds of the best recipe's step; None if the GPU's rates are unknown."""
 
 
-def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
+def explain(state: SearchState, pool: WorkerPool, best: int, job: Job) -> Explanation:
     """Return the explanation of a plan's best recipe, from its full simulation and the alternatives in each
     slot (such as the optimizer).
 
     Raises `SnugfitError` if the best recipe cannot be simulated.
     """
-    recipe = state.space.candidates[answer].recipe
+    recipe = state.space.candidates[best].recipe
     state.screen_these(_comparable(state, recipe), lambda least: True)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
     for slot, other in alternatives.items():
@@ -71,11 +71,11 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
         number for number in numbers.values() if number is not None and number not in state.evaluated
     }
     to_lower = [number for number in to_evaluate if state.must_be_lowered(number)]
-    estimates = {number: estimate for number in to_lower if (estimate := _estimate(state, answer, number))}
+    estimates = {number: estimate for number in to_lower if (estimate := _estimate(state, best, number))}
     unknown = {
         estimate for estimate in to_evaluate if estimate in state.bounds or estimate in to_lower
     } - estimates.keys()
-    questions = [Question(answer, "verify", (recipe, state.evaluated[answer]))]
+    questions = [Question(best, "verify", (recipe, state.evaluated[best]))]
     # A recipe that is not compiled yet takes the longest, so it starts first.
     longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
     questions += [Question(number, "evaluate", ([candidates[number].setup],)) for number in longest_first]
@@ -83,18 +83,18 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
     for number, value in pool.answers_to(
         questions, lambda worker, estimate: state.is_for(worker, estimate.number)
     ):
-        if number == answer and isinstance(value, SnugfitError):
+        if number == best and isinstance(value, SnugfitError):
             raise value
-        if number == answer:
+        if number == best:
             verified, doubts, timing = value
         elif not isinstance(value, SnugfitError):
             state.evaluated[number] = value[0][0]
-    fixed, own = state.space.fixed, state.evaluated[answer]
+    fixed, own = state.space.fixed, state.evaluated[best]
     known = state.evaluated | estimates
     figures = {slot: known.get(number) for slot, number in numbers.items() if number is not None}
     reasons = (
         replace(
-            _reason(slot, recipe, other, figures.get(slot), fixed.why(slot)),
+            _reason(slot, recipe, other, figures.get(slot), fixed.reason_for(slot)),
             because=_because(recipe, other, own, figures.get(slot)),
             is_estimated=numbers.get(slot) in estimates,
         )

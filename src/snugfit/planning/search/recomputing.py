@@ -235,7 +235,7 @@ class RecomputingKinds:
         """Return True if this compiled recipe probably fits: by the mean of its lower bound and the bytes
         without compilation.
         """
-        uncompiled = self._bound_of(self._lowered.alike(number))
+        uncompiled = self._bound_of(self._lowered.same_uncompiled(number))
         least = self._least(number).needed_bytes
         most = least if uncompiled is None else uncompiled.needed_bytes
         return self.state.fits((least + most) // 2)
@@ -304,7 +304,7 @@ class RecomputingKinds:
             lowered = [
                 candidate for candidate in lowered if candidate is not None and self.state.is_begun(candidate)
             ]
-            bases = [*lowered, self._lowered.alike(number), *bases]
+            bases = [*lowered, self._lowered.same_uncompiled(number), *bases]
         for before in bases:
             if before not in (None, number) and self._waits(before):
                 return self._first_of(before)
@@ -412,13 +412,13 @@ class RecomputingKinds:
         micro-batch sizes.
         """
         plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
-        for base in (number, self._lowered.alike(number), *plainer, self._full.get(number)):
+        for base in (number, self._lowered.same_uncompiled(number), *plainer, self._full.get(number)):
             if base is not None:
                 yield base
 
     def send(self, numbers: Sequence[int]) -> list[int]:
         """Remove these recipes, and all that share their simulation, from the postponed ones, and return
-        them. The caller lets a worker simulate them; `learn` stores the result.
+        them. The caller lets a worker simulate them; `store` stores the result.
         """
         taken = self._take_out(numbers)
         self._on_the_way |= taken

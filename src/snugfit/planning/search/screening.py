@@ -41,7 +41,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
     tell(f"estimating {len(order)} groups of recipes")
     progress = Progress("screening", len(order), tell)
 
-    def ask(worker: int) -> Question | None:
+    def next_call(worker: int) -> Question | None:
         for index in reversed(waiting) if worker % 2 else waiting:
             setups = [space.candidates[number].setup for number in order[index]]
             if not state.is_reserved(first := order[index][0]) or state.is_for(worker, first):
@@ -49,7 +49,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
                 return Question(index, "screen", (setups,))
         return None
 
-    for answer in pool.results(ask, helped=True):
+    for answer in pool.results(next_call, helped=True):
         progress.step()
         noted = note(space, order[answer.number], answer.value)
         screening.bounds |= noted.bounds

@@ -391,13 +391,13 @@ class _PendingObjection(NamedTuple):
     """A check of one technique that waits until another slot of the recipe has its technique."""
 
     technique: Technique
-    ask: Callable[[Technique, TechniqueBySlot], str]
+    check: Callable[[Technique, TechniqueBySlot], str]
     """Function that returns the reason why a technique cannot be combined with others, or an empty text."""
     waits_for: int
     """Index of the slot whose technique must be chosen before the check."""
 
 
-class _NotYetFilledError(Exception):
+class _EmptySlotError(Exception):
     """Error: a check reads a slot of the recipe that has no technique yet."""
 
     def __init__(self, position: int) -> None:
@@ -413,11 +413,11 @@ class _Beginning:
     def __getitem__(self, slot: Slot | str) -> Technique:
         position = _POSITIONS[Slot(slot)]
         if position >= len(self._techniques):
-            raise _NotYetFilledError(position)
+            raise _EmptySlotError(position)
         return self._techniques[position]
 
 
-class _WithoutKept:
+class _PartialRecipe:
     """An incomplete recipe in which slots fixed by the user have their default technique. Objections then
     concern only the slots that are searched.
     """
@@ -452,7 +452,7 @@ class Combinations:
         for option, technique in enumerate(offered):
             techniques = (*begun.techniques, technique)
             questions = [*open_questions, *self._questions(technique, position)]
-            still_open = self._still_open(questions, techniques)
+            still_open = self._run_checks(questions, techniques)
             if still_open is not None:
                 number = begun.number * len(offered) + option
                 yield from self._extend(
@@ -467,27 +467,27 @@ class Combinations:
         if type(technique).planned_without is not Technique.planned_without:
             yield _PendingObjection(technique, self._not_planned, position)
 
-    def _still_open(
-        self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
+    def _run_checks(
+        self, checks: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
     ) -> tuple[_PendingObjection, ...] | None:
         """Run the checks for which all needed slots have their techniques. Return the other checks; None
         after an objection, which is counted.
         """
         last, recipe = len(techniques) - 1, _Beginning(techniques)
         still_open = []
-        for question in questions:
-            if question.waits_for > last:
-                still_open.append(question)
+        for check in checks:
+            if check.waits_for > last:
+                still_open.append(check)
                 continue
             try:
-                reason = question.ask(question.technique, recipe)
-            except _NotYetFilledError as lacking:
+                reason = check.check(check.technique, recipe)
+            except _EmptySlotError as lacking:
                 # The check is repeated once the slot on which it depends has a technique.
-                still_open.append(question._replace(waits_for=lacking.position))
+                still_open.append(check._replace(waits_for=lacking.position))
                 continue
             if reason:
                 # The objection excludes every combination that begins with these techniques.
-                self.objections[Objection(str(question.technique), reason)] += self._following[last]
+                self.objections[Objection(str(check.technique), reason)] += self._following[last]
                 return None
         return tuple(still_open)
 
@@ -501,4 +501,4 @@ class Combinations:
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""
-        return technique.planned_without(self._job, _WithoutKept(recipe, self._fixed))
+        return technique.planned_without(self._job, _PartialRecipe(recipe, self._fixed))

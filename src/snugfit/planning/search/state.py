@@ -88,7 +88,7 @@ class SearchState:
     memory_bytes: int | None = None
     """Largest bytes that the best recipe may need; None for no limit."""
     most_bytes: float = math.inf
-    """Largest bytes of a recipe on the Pareto front of bytes and seconds. The default is `BEYOND_MEMORY`
+    """Largest bytes of a recipe on the Pareto front of bytes and seconds. The default is `OVER_LIMIT_SHARE`
     above the memory limit.
     """
     negligible_bytes: int = 0

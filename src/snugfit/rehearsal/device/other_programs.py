@@ -104,12 +104,12 @@ def simulated_programs(doubt: Callable[[str], None]) -> Iterator[None]:
 
         # transformers logs this message when it replaces scans and convolutions by kernels of mamba-ssm and
         # others.
-        def hear(message: str, *arguments: Any) -> None:
+        def warn_of_fallback(message: str, *arguments: Any) -> None:
             if names := _FALLBACK_MESSAGE.match(message):
                 doubt(without_package(names[1], installed=False))
             warn(message, *arguments)
 
-        undo.enter_context(patch.object(logger, "warning_once", hear))
+        undo.enter_context(patch.object(logger, "warning_once", warn_of_fallback))
         # While Dynamo exports, transformers runs its own code: the packages' kernels do not support `meta`.
         if hasattr(hub_kernels, "is_torchdynamo_exporting"):
 

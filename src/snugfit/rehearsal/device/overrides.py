@@ -347,14 +347,14 @@ def _until_error(initialize: Any) -> Any:
     return initialize_what_goes
 
 
-def _cast_too(move: Any) -> Any:
+def _cast_too(event: Any) -> Any:
     """Return a replacement of peft's function that moves an adapter to its base layer's device and dtype; it
     also casts on `meta`.
     """
     import torch
 
     def move_and_cast(layer: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> None:
-        move(layer, adapter_name, *arguments, **keywords)
+        event(layer, adapter_name, *arguments, **keywords)
         weight = getattr(layer.get_base_layer(), "weight", None)
         if weight is None or not weight.is_meta or not weight.is_floating_point():
             return

@@ -41,7 +41,7 @@ class Assumption(StrEnum):
     NUMBER = "A number that depends on weights or random numbers is assumed to be 1"
 
 
-class Assumed(NamedTuple):
+class AssumedTensor(NamedTuple):
     """A CPU tensor with assumed values for a tensor on `meta`, and the reason for the assumption."""
 
     assumption: Assumption
@@ -50,22 +50,22 @@ class Assumed(NamedTuple):
     """Function that creates the tensor of assumed values on the CPU."""
 
 
-def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:
+def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> AssumedTensor:
     """Return an assumed value for result number `index` of an operator with unknown operands.
 
     The result has integers or booleans, in `out`'s shape.
     """
     shape, dtype = tuple(out.shape), out.dtype
     if dtype is torch.bool:
-        return Assumed(Assumption.MASK, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
+        return AssumedTensor(Assumption.MASK, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
     if index == _CHOICES.get(func, -1) and args[0].dim():
         balanced = routing == "balanced"
         options, dim, sorts = *_dimension(func, args, out), func in _SORTS
-        return Assumed(
+        return AssumedTensor(
             Assumption.BALANCED if balanced else Assumption.WORST,
             lambda: _choices(shape, dim, options, spread=balanced, whole=sorts).to(dtype),
         )
-    return Assumed(Assumption.NUMBER, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
+    return AssumedTensor(Assumption.NUMBER, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})

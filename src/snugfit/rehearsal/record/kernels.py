@@ -212,8 +212,8 @@ def _across(operand: torch.Tensor) -> bool:
     """Return True if a kernel reads this large operand across its rows: consecutive elements of a read are
     not adjacent in memory.
     """
-    apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
-    return apart and _nbytes(operand) > LARGEST_CACHED
+    is_strided = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
+    return is_strided and _nbytes(operand) > LARGEST_CACHED
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -455,7 +455,7 @@ class Recorder(TorchDispatchMode, Observer):
             modules.path(self._phase),
             self._phase,
             *cost,
-            recomputed=self._is_again(operator, cost.flops),
+            recomputed=self._is_recomputed(operator, cost.flops),
             modules=modules.first_kernel_of(),
             views=self._views,
             checkpoints=modules.checkpoints,
@@ -499,7 +499,7 @@ class Recorder(TorchDispatchMode, Observer):
         finally:
             self._played = False
 
-    def _is_again(self, operator: str, flops: int) -> bool:
+    def _is_recomputed(self, operator: str, flops: int) -> bool:
         """Return True if this kernel recomputes a part of the forward pass in the backward pass."""
         if self._phase != "backward":
             # Uncompiled recomputation has gradient mode on. A forward program in backward belongs to a

@@ -66,7 +66,9 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
             if mark.kind is MarkKind.KERNEL:
                 kernel = next(kernels)
                 # A kernel that only fills lasting allocations has no counterpart in later micro-batches.
-                if before >= all_made or not _only_lasts(trace, before, mark.event, lasting, kernel):
+                if before >= all_made or not _fills_permanent_memory(
+                    trace, before, mark.event, lasting, kernel
+                ):
                     ran.append(kernel)
                 before = mark.event
             elif mark.kind is MarkKind.WAIT:
@@ -114,7 +116,7 @@ def _live_bytes(trace: Trace, lasting: Set[int]) -> list[int]:
     return list(accumulate(changes, initial=sum(sizes[event - 1] for event in lasting)))[1:]
 
 
-def _only_lasts(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
+def _fills_permanent_memory(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
     """Return True if this kernel only fills memory that is never freed, such as weights or workspaces."""
     allocs = {event for event in trace.events[start:end] if event > 0}
     makers = {trace.blocks[alloc - 1].operator for alloc in allocs}

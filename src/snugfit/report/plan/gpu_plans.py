@@ -51,8 +51,8 @@ def question(plans: GpuPlans) -> str:
     """Return the report's first line: the job, the number of GPUs, the allowed change of results (fidelity)
     and the objective.
     """
-    asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
-    return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
+    limits = f"fidelity {plans.fidelity} · objective {plans.objective}"
+    return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {limits}"
 
 
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:

@@ -81,11 +81,13 @@ def headroom(plan: Plan) -> Iterator[str]:
     """
     if plan.best and plan.memory_bytes and plan.headroom_bytes:
         left = plan.memory_bytes - plan.best.needed_bytes
-        asked = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
+        requested = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
         if plan.tight:
-            yield (f"Tight: no recipe leaves the headroom free. This one leaves {show_bytes(left)}; {asked}.")
+            yield (
+                f"Tight: no recipe leaves the headroom free. This one leaves {show_bytes(left)}; {requested}."
+            )
         else:
-            yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {asked}."
+            yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {requested}."
 
 
 def reasons(plan: Plan) -> Iterator[str]:
@@ -108,9 +110,9 @@ def _sentence(shown: Choice, reason: Reason, turn: str) -> str:
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
     text = f"{reason.slot}: {chosen}. With {reason.against}: {size}, "
     text += f"{show_seconds(reason.step_seconds)} a {turn} ({slower})"
-    apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
-    if abs(apart) >= LEAST_STARTUP:
-        text += f", {'+' if apart > 0 else '-'}{show_seconds(abs(apart))} start-up"
+    extra_seconds = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
+    if abs(extra_seconds) >= LEAST_STARTUP:
+        text += f", {'+' if extra_seconds > 0 else '-'}{show_seconds(abs(extra_seconds))} start-up"
     if reason.because:
         text += f", {reason.because}"
     if reason.is_estimated:

@@ -48,12 +48,12 @@ _NAME = re.compile(f"checkpoint-{_STEP}")
 _HIDDEN = re.compile(rf"\.(draft|gone|replaced)-{_STEP}-[0-9a-f]{{8}}")
 
 
-class AllBroken(SnugfitError):
+class NoIntactCheckpoint(SnugfitError):
     """Error: every checkpoint in the folder is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken:
+class DamagedCheckpoint:
     """A damaged checkpoint that a search for the newest one ignored."""
 
     step: int
@@ -78,7 +78,7 @@ class Store:
 
     def __init__(self, root: Path, *, begin_anew: str = "with --restart") -> None:
         self.root, self._begin_anew = root.absolute(), begin_anew
-        self.broken: list[Broken] = []
+        self.broken: list[DamagedCheckpoint] = []
         """Damaged checkpoints that `newest` skipped."""
 
     def prepare(self) -> None:
@@ -190,28 +190,28 @@ class Store:
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None if there is none at all.
 
-        Damaged newer checkpoints are renamed and listed in `broken`. Raises `AllBroken` and then changes
-        nothing, so that the next start is refused as well. Raises `NewerCheckpoint`, and `SnugfitError` for a
-        folder that cannot be read.
+        Damaged newer checkpoints are renamed and listed in `broken`. Raises `NoIntactCheckpoint` and then
+        changes nothing, so that the next start is refused as well. Raises `NewerCheckpoint`, and
+        `SnugfitError` for a folder that cannot be read.
         """
-        ignored: list[Broken] = []
+        ignored: list[DamagedCheckpoint] = []
         for step, folder in self._checkpoints():
             try:
                 checkpoint = verify(folder, step)
             except BrokenCheckpoint as fault:
-                ignored.append(Broken(step=step, folder=folder, fault=str(fault), moved_to=folder))
+                ignored.append(DamagedCheckpoint(step=step, folder=folder, fault=str(fault), moved_to=folder))
                 continue
             self.broken += [self._set_aside(broken) for broken in ignored]
             return checkpoint
         if not ignored:
             return None
         self.broken += ignored
-        raise AllBroken(
+        raise NoIntactCheckpoint(
             f"{self.root} has checkpoints, but none of them is complete. {'; '.join(map(str, ignored))}. "
             f"Put a complete one there, or start again {self._begin_anew}, which renames these."
         )
 
-    def _set_aside(self, broken: Broken) -> Broken:
+    def _set_aside(self, broken: DamagedCheckpoint) -> DamagedCheckpoint:
         try:
             return replace(broken, moved_to=self._rename_aside(broken.step, broken.folder, "broken"))
         except OSError:  # the folder may be read-only

@@ -20,7 +20,7 @@ from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Stops
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, StopSignals
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.ranks import ToldElsewhere, is_broken_exchange
@@ -35,14 +35,14 @@ from snugfit.training.recovery import (
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
-from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
+from snugfit.training.run.evaluate import EvaluationResult, evaluate, in_order
 from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
 from snugfit.training.run.loop import StepResult, WeightsNonFinite
 from snugfit.training.run.opening import not_built, open_run
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
-from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
+from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastCheckpointNotSaved, Trained
 from snugfit.training.step_logger import StepLogger
 
 MicroBatches = list[dict[str, Any]]
@@ -58,7 +58,7 @@ class Session:
         run: Run,
         checkpoints: CheckpointManager,
         journal: Journal,
-        stops: Stops,
+        stops: StopSignals,
         reports: Sequence[Any],
         *,
         replan: Replan,
@@ -468,12 +468,12 @@ class Session:
             step=progress.step,
             recipe=self._recipe,
             loss=self._last.loss if self._last else progress.losses[-1] if progress.losses else math.nan,
-            evaluated=Evaluated(**progress.evaluated) if progress.evaluated else None,
+            evaluated=EvaluationResult(**progress.evaluated) if progress.evaluated else None,
             folder=root,
             model=model,
         )
         if outcome != STOPPED and (failure := self._checkpoints.failure) is not None:
-            raise LastNotKept(failure, trained)
+            raise LastCheckpointNotSaved(failure, trained)
         return trained
 
 

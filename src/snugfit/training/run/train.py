@@ -34,7 +34,7 @@ from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
-from snugfit.training.interrupt import Interrupts, Stops
+from snugfit.training.interrupt import Interrupts, StopSignals
 from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
@@ -96,7 +96,7 @@ def train(
             store.root if ranks.is_first else None, stop_seconds=run.options.stop_seconds
         ) as interrupts:
             arguments: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
-            stops = Stops(interrupts, ranks)
+            stops = StopSignals(interrupts, ranks)
             session = Session(run, checkpoints, journal, stops, reports, **arguments)
             try:
                 trained = session.train(

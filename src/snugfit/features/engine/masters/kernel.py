@@ -197,7 +197,7 @@ def launch_update(
     settings, aligned = table.settings, table.is_aligned
     update_weights[(table.blocks,)](
         # Pointers that the kernel does not use must still be valid arguments.
-        table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
+        table.places, table.owners, table.weight_indices, numbers, numbers if norm is None else norm,
         float(max_norm),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
         # If some addresses are not aligned, each thread reads single elements.

@@ -33,7 +33,7 @@ class WeightTable:
 
     `places` has a record of int64 for each weight: its first block, its number of elements, and addresses.
     These are of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
-    weight's number for each block, and `which` for each weight its row of the step's numbers.
+    weight's number for each block, and `weight_indices` for each weight its row of the step's numbers.
     """
 
     record = 7
@@ -93,7 +93,7 @@ class WeightTable:
         addresses = [weight.data_ptr() for weight in self.weights]
         try:
             addresses += map(_address, given)
-        # A sparse gradient has no memory address; `laid_out_as` raises the error for it below.
+        # A sparse gradient has no memory address; `with_strides_of` raises the error for it below.
         except RuntimeError:
             addresses = []
         # Gradients usually keep their addresses, so that nothing is written.

@@ -188,9 +188,9 @@ def _backward_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     drops_first = seed is not None and not form.drops_last
     # One tensor is both gradients, unless dropout or a dtype makes them different.
-    apart = drops_first or kinds.residual_dtype is not kinds.x_dtype
+    has_own_slope = drops_first or kinds.residual_dtype is not kinds.x_dtype
     dresidual = torch.empty_like(total, dtype=kinds.residual_dtype)
-    dx = torch.empty_like(total, dtype=kinds.x_dtype) if apart else None
+    dx = torch.empty_like(total, dtype=kinds.x_dtype) if has_own_slope else None
     partials = None
     if kinds.has_sums:
         partials = empty_partials(total, 3 if kinds.has_bias else 2, rows_at_once(total.size(-1)))

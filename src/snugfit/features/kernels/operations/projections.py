@@ -167,16 +167,18 @@ class JointProduct(NamedTuple):
         for_weights, for_biases, for_factors = self.layout.separate(needed)
         weights, biases, factors = self.layout.separate(self.dtypes)
         rows_once = functools.cache(rows)
-        given: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
+        gradients: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
         # A single product gives the gradients of all weights as slices.
         if any(for_weights):
             of_weights = weight_gradient(of_product, rows_once(), weights[0])
-            given[: len(weights)] = of_weights.split(self.layout.sizes)
+            gradients[: len(weights)] = of_weights.split(self.layout.sizes)
         if any(for_biases):
-            given[len(weights) :] = of_product.sum(0).to(biases[0]).split(self.layout.sizes)
+            gradients[len(weights) :] = of_product.sum(0).to(biases[0]).split(self.layout.sizes)
         if self.update is not None and slopes is not None:
-            given += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
-        return [gradient if is_needed else None for gradient, is_needed in zip(given, needed, strict=True)]
+            gradients += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
+        return [
+            gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)
+        ]
 
 
 def lora_linear(x: torch.Tensor, projections: Projections) -> tuple[torch.Tensor, ...]:

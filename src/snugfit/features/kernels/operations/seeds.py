@@ -2,7 +2,7 @@
 
 A draw on the device lets each replay of a captured step draw a new seed. With torch's generator, code that
 saves and restores that generator covers dropout too. The seed travels with the residual stream, at nodes of
-autograd's graph (`CARRIED`).
+autograd's graph (`SEED_ATTRIBUTE`).
 """
 
 from __future__ import annotations

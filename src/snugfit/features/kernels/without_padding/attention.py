@@ -160,5 +160,5 @@ def _window(length: int, window: int, causal: bool, device: torch.device) -> tor
     import torch
 
     places = torch.arange(length, device=device)
-    apart = places[:, None] - places[None, :]
-    return (apart < window) & (apart >= (0 if causal else 1 - window))
+    distance = places[:, None] - places[None, :]
+    return (distance < window) & (distance >= (0 if causal else 1 - window))

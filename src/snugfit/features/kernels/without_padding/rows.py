@@ -65,7 +65,7 @@ class RowRules:
 
 
 @dataclass(frozen=True)
-class Filling:
+class PaddedLengths:
     """The few lengths to which rows of concatenated sequences are padded, so that few tensor shapes occur."""
 
     multiple: int
@@ -89,11 +89,11 @@ def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> 
     longest = loop.job.sequence_length if loop.job.model.module is None else 1
     multiple = fill_multiple(loop)
     # A captured step (CUDA graph) needs few distinct lengths, so rows are filled up.
-    return as_rows(pieces, RowRules.of(model), Filling(multiple, longest) if multiple else None)
+    return as_rows(pieces, RowRules.of(model), PaddedLengths(multiple, longest) if multiple else None)
 
 
 def as_rows(
-    pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: Filling | None = None
+    pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: PaddedLengths | None = None
 ) -> list[dict[str, Any]]:
     """Return host micro-batches (B, S) as rows (1, N), with `filling` padded to one length. Batches that are
     rows already, or have no tokens, stay unchanged.
@@ -120,7 +120,7 @@ def _token_count(piece: Mapping[str, Any]) -> int:
 
 
 def _filled_up(
-    piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
+    piece: Mapping[str, Any], rules: RowRules, filling: PaddedLengths, most: int, is_alone: bool
 ) -> dict[str, Any]:
     """Return a micro-batch as a row padded to `most` tokens. The added tokens form sequences too, as many for
     each row of its length, and some of them empty. If the row `is_alone`, fewer tokens are added than the

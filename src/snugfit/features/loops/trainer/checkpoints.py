@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
-    from snugfit.training.interrupt import Stops
+    from snugfit.training.interrupt import StopSignals
     from snugfit.training.journal import Journal
 
 FINISHED_TEXT = (
@@ -112,7 +112,7 @@ class TrainerCheckpoints:
         trainer: Any,
         store: Store,
         journal: Journal,
-        interrupts: Stops,
+        interrupts: StopSignals,
         data: DataPosition,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -279,12 +279,12 @@ class TrainerCheckpoints:
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
-    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Writable | None:
+    def _take(self, staging: Staging, callback: Callable[[], None]) -> Writable | None:
         snapshot = self._snapshot(staging)
         if not isinstance(snapshot, Snapshot) or not self.users_files.any:
             return snapshot
         draft = self._store.new_draft(snapshot.step)
-        return self.users_files.collect(draft, snapshot, go_on)
+        return self.users_files.collect(draft, snapshot, callback)
 
     @property
     def is_saved(self) -> bool:

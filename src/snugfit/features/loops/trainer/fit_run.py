@@ -31,9 +31,9 @@ from snugfit.features.loops.trainer.step_timer import StepState, StepTimer, logg
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.manager import open_shared_store
-from snugfit.training.interrupt import Interrupts, Stops
+from snugfit.training.interrupt import Interrupts, StopSignals
 from snugfit.training.ranks import ALONE, Ranks
-from snugfit.training.recovery import Recovery, Unplanned
+from snugfit.training.recovery import PlanFailure, Recovery
 from snugfit.training.rng import preserve_rng
 from snugfit.training.run.loader import Prefetcher
 from snugfit.training.step_logger import StepLogger
@@ -113,7 +113,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
         Interrupts(store.root if ranks.is_first else None) as interrupts,
         journal.writing_to(store.root) if ranks.is_first else contextlib.nullcontext(),
     ):
-        data, stops = DataPosition(), Stops(interrupts, ranks)
+        data, stops = DataPosition(), StopSignals(interrupts, ranks)
         checkpoints = TrainerCheckpoints(trainer, store, journal, stops, data, ranks)
         try:
             checkpoints.open(resume_from)
@@ -136,7 +136,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
-    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | PlanFailure | None:
         with preserve_rng(device):
             recovery.job = compared_job(trainer, job, trainer.snugfit.samples, pieces=recipe.pieces)
             return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)

@@ -43,7 +43,7 @@ if the dataset supports workers, and if its batches have one length, for which l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class ChosenRecipe:
     """A recipe for a trainer, with the slots (choices of the recipe) that keep the user's settings."""
 
     recipe: Recipe
@@ -63,7 +63,7 @@ class Chosen:
 
 def choose(
     trainer: Any, job: Job, recipe: Recipe | None, gpu: str | None, fidelity: Fidelity | str
-) -> Chosen:
+) -> ChosenRecipe:
     """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
     own settings.
     """
@@ -73,7 +73,7 @@ def choose(
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
         refuse = trainer_parts(trainer).refuse_sharding
-        return Chosen(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
+        return ChosenRecipe(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:
@@ -85,10 +85,10 @@ def choose(
             return _plan_from(own, compared_job(trainer, job, several_samples(trainer, job)), gpu, degree)
     reason = "there is no GPU to plan for, and gpu= is not given"
     note = f"{reason}: the trainer keeps its own settings, '{own.recipe}'"
-    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), note=note)
+    return ChosenRecipe(recipe=own.recipe, user_slots=frozenset(Slot), note=note)
 
 
-def _settings_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
+def _settings_of_several(own: ChosenRecipe, processes: int, gpu: str | None) -> ChosenRecipe:
     """Return the trainer's own settings as a recipe for distributed training. Raises `UsageError` if a plan
     is requested.
     """
@@ -97,7 +97,7 @@ def _settings_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen
         raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {advice}.")
     recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer keeps its own sharding
     note = f"{advice}. The trainer keeps its own settings, '{recipe}'"
-    return Chosen(recipe=recipe, user_slots=frozenset(Slot), note=note)
+    return ChosenRecipe(recipe=recipe, user_slots=frozenset(Slot), note=note)
 
 
 def compared_job(
@@ -125,7 +125,7 @@ def compared_job(
         )
 
 
-def recipe_of(trainer: Any) -> Chosen:
+def recipe_of(trainer: Any) -> ChosenRecipe:
     """Return the trainer's current settings as a recipe."""
     by_slot = {read.slot: read.technique for read in read_slots(arguments_of(trainer))}
     techniques = tuple(by_slot[slot] or roster.plain(slot) for slot in Slot)
@@ -133,10 +133,10 @@ def recipe_of(trainer: Any) -> Chosen:
     if brings_optimizer(trainer):
         unset |= {Slot.OPTIMIZER}
     default = trainer.args.optim == next(f.default for f in fields(trainer.args) if f.name == "optim")
-    return Chosen(recipe=Recipe(techniques), user_slots=unset, default_optimizer=default)
+    return ChosenRecipe(recipe=Recipe(techniques), user_slots=unset, default_optimizer=default)
 
 
-def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
+def _plan_from(own: ChosenRecipe, job: Job, gpu: str, fidelity: Fidelity) -> ChosenRecipe:
     """Return the fastest recipe that fits, with some slots (choices of the recipe) fixed. Raises
     `NothingFits` with the recipe that needs the least memory.
     """
@@ -161,7 +161,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     note = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
     if default:
         note += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
-    return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, note=note)
+    return ChosenRecipe(recipe=Recipe.parse(shown), user_slots=unchanged, note=note)
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:
