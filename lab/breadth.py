@@ -158,7 +158,7 @@ def _predict(config: dict[str, Any], model_type: str, task: str, recipe: str) ->
     lengths: dict[str, Any] = {}
     for _ in range(3):
         try:
-            facts = parse_config(json.dumps(config).encode(), where=model_type)
+            facts = parse_config(json.dumps(config).encode(), location=model_type)
             job = Job(model=Model.from_config(facts, name=model_type), task=task, **lengths)  # type: ignore[arg-type]
             told = predict(job, recipe, gpu=GPU).to_json()
         except SnugfitError as refused:

@@ -127,7 +127,7 @@ def held_to_steps(model_type: str, task: str, name: str, lengths: dict[str, Any]
         ending: dict[str, Any] = {"narrowed": division, "batch_size": rows}
         tried = f"{division}, batch of {rows}"
         try:
-            facts = parse_config(json.dumps(config).encode(), where=model_type)
+            facts = parse_config(json.dumps(config).encode(), location=model_type)
             model = Model.from_config(facts, name=model_type)
             job = Job(model=model, task=task, batch_size=rows, **shapes)  # type: ignore[arg-type]
             trace = rehearse(job, Recipe().setup(), CpuPolicy())

@@ -60,7 +60,7 @@ PLANS = {
 COUNTED = {
     "rehearsals": ("snugfit.rehearsal.record.recorder", "Recorder.recording"),
     "screens": ("snugfit.planning.cost.parts", "Parts.screen"),
-    "full simulations": ("snugfit.planning.cost.parts", "Parts.judge"),
+    "full simulations": ("snugfit.planning.cost.parts", "Parts.evaluate"),
     "programs lowered": ("snugfit.features.compile.simulation.layers", "lower"),
 }
 """Counted functions with their modules, by the name of the count."""

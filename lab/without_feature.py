@@ -29,8 +29,8 @@ PLAN = ["plan", "bert-large-uncased", "--task", "sequence-classification", "--gp
 
 def technique_words(feature: str) -> str:
     """Return the words of recipes, tasks, phases and options that are unknown without this feature."""
-    tasks = [one.name for one in feature_objects("tasks", AddedTask, only=feature)]
-    tasks += [one.name for one in feature_objects("phases", AddedPhase, only=feature)]
+    tasks = [one.name for one in feature_objects("tasks", AddedTask, feature_name=feature)]
+    tasks += [one.name for one in feature_objects("phases", AddedPhase, feature_name=feature)]
     gone = [
         roster.find(module.rpartition(".")[2])
         for one in features()

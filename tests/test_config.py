@@ -170,7 +170,7 @@ def test_what_a_recipe_decides_is_left_out_of_the_facts() -> None:
             transformers_version="4.6.0",
             text_config={"torch_dtype": "float16", "_experts_implementation": "eager", "hidden_size": 32},
         ),
-        where="here",
+        location="here",
     )
     assert facts == BERT | {"text_config": {"hidden_size": 32}, "dtype": "bfloat16"}
 
@@ -179,7 +179,7 @@ def test_infinite_numbers_are_read_as_python_and_as_transformers_write_them() ->
     """Mamba-2 and its hybrids have a `time_step_limit` of (0, infinity)."""
     for written in ("Infinity", '{"__float__": "Infinity"}'):
         content = f'{{"model_type": "mamba2", "time_step_limit": [0.0, {written}]}}'
-        model = Model.from_config(parse_config(content.encode(), where="here"), name="mamba2")
+        model = Model.from_config(parse_config(content.encode(), location="here"), name="mamba2")
         json.loads(model.facts, parse_constant=pytest.fail)
         assert model.transformers_config("causal-lm", 2).time_step_limit == [0.0, float("inf")]
 
@@ -188,7 +188,7 @@ def test_what_is_beside_a_known_architecture_is_ignored_and_said() -> None:
     """DeepSeek-V3, Kimi-K2 and Phi-4-mini refer to code of their own, gpt-oss and DeepSeek to a
     quantization."""
     config = changed(auto_map={"AutoModel": "evil.Model"}, quantization_config={"quant_method": "mxfp4"})
-    model = Model.from_config(parse_config(config, where="here"), name="bert")
+    model = Model.from_config(parse_config(config, location="here"), name="bert")
     built = model.transformers_config("sequence-classification", 2)
     assert not hasattr(built, "auto_map")
     assert not hasattr(built, "quantization_config")

@@ -37,7 +37,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = BertLayer.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if doubt := getattr(_get_current_dispatch_mode(), "doubt", None):
+        if doubt := getattr(_get_current_dispatch_mode(), "warn", None):
             doubt(SENTENCE)
         return plain(self, *args, **kwargs)
 

@@ -13,7 +13,7 @@ from small_runs import bert_job, rows
 from snugfit.cli.main import run
 from snugfit.cli.streams import SIMILAR, StandardOutput
 from snugfit.errors import SnugfitError, UsageError, escape_controls
-from snugfit.features.loops.trainer.fit import say
+from snugfit.features.loops.trainer.fit import print_event
 from snugfit.report.text.terminal import show_json
 from snugfit.report.watching import Watching
 from snugfit.training.options import TrainOptions
@@ -50,7 +50,7 @@ def test_a_commands_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_a_runs_lines(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     Watching(1, out=out, bar=False)({"event": "warning", "text": f"left out {EVIL}"})
-    say({"event": "warning", "text": f"left out {EVIL}"})
+    print_event({"event": "warning", "text": f"left out {EVIL}"})
     assert out.getvalue() == f"warning: left out {ESCAPED}\n"
     assert capsys.readouterr().out == f"snugfit: left out {ESCAPED}\n"
 

@@ -16,7 +16,7 @@ from snugfit.planning.cost.timer import GpuTimers
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.other_sizes import MOST_SAVED, PEAK_SHARE, OtherSizes
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.twins import Twins
+from snugfit.planning.search.twins import SimilarRecipes
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software
 from snugfit.rehearsal.few_layers import RecordPasses, passes_from_few_layers
@@ -45,8 +45,10 @@ def number_of(recipe: str) -> int:
     return number
 
 
-def twins_of(bounds: dict[int, Bound], bases: dict[int, int], refused: frozenset[int] = frozenset()) -> Twins:
-    return Twins(
+def twins_of(
+    bounds: dict[int, Bound], bases: dict[int, int], refused: frozenset[int] = frozenset()
+) -> SimilarRecipes:
+    return SimilarRecipes(
         space(),
         bases.get,
         bounds.get,
@@ -139,7 +141,9 @@ def test_a_space_of_tokens_builds_no_model_and_no_batch(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("snugfit.job.build._from_facts", refuse)
     monkeypatch.setattr("snugfit.job.batch.SyntheticDataset.__getitem__", refuse)
-    assert [one.n for one in workers.Workers.settings(small_job("bert", 2, batch_size=2))] == [workers.FEW]
+    assert [one.n for one in workers.Workers.settings(small_job("bert", 2, batch_size=2))] == [
+        workers.TOKEN_WORKERS
+    ]
     job = small_job("bert", 2, batch_size=2)
     assert space_of(job, fidelity=Fidelity.ROUNDS, fixed=kept_of(job, "uncompiled")).candidates
 

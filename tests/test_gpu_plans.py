@@ -105,7 +105,9 @@ def everything(job: Job) -> list[tuple[Recipe, Figures, Figures]]:
     few = kept_of(job, FEW)
     for each in space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=few).candidates:
         traces[each.trace].append(each)
-    judged = (zip(same, parts.judge([each.setup for each in same]), strict=True) for same in traces.values())
+    judged = (
+        zip(same, parts.evaluate([each.setup for each in same]), strict=True) for same in traces.values()
+    )
     return [(each.recipe, slow, fast) for group in judged for each, (slow, fast) in group]
 
 
@@ -260,7 +262,7 @@ def test_recipes_of_one_trace_are_simulated_in_full_by_one_rehearsal(monkeypatch
     [[[first]], [[second]]] = (parts.whole([(plain, [gpu])]) for gpu in (0, 1))
     assert [[first, second], *parts.whole([(other, [1])])] == together
     assert rehearsed == [False]
-    judged.judge([plain])
+    judged.evaluate([plain])
     [[second]] = judged.whole([(plain, [1])])
     [[first]] = judged.whole([(plain, [0])])  # derived from a rehearsal for the other GPU
     assert [[first, second], *judged.whole([(other, [1])])] == together
@@ -404,7 +406,7 @@ class OwnScratch:
     def screen(self, setups: Sequence[Setup]) -> list[tuple[Bound, Bound]]:
         return [(Bound(10, 1.0 + self.number(setup)),) * 2 for setup in setups]
 
-    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, Figures]]:
+    def evaluate(self, setups: Sequence[Setup]) -> list[tuple[Figures, Figures]]:
         return [(figures(99, 1.0 + self.number(setup)),) * 2 for setup in setups]
 
     def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
@@ -443,7 +445,7 @@ def test_an_answer_that_does_not_fit_by_its_own_simulation_makes_way(job: Job) -
     passes = [*map(second.state.passes_of, told.whole_ones)]
     assert len(passes) == len(set(passes)), "one simulation for all recipes with the same passes"
     near, _ = own_answers(job, 98, more=6)
-    assert not any(one.state.judged[one.answer].needed_bytes <= 98 for one in near), "the nearest miss"
+    assert not any(one.state.evaluated[one.answer].needed_bytes <= 98 for one in near), "the nearest miss"
 
 
 @pytest.mark.parametrize(("more", "by_search", "same"), [(1, 99, True), (0, 100, False)])
@@ -451,7 +453,7 @@ def test_only_the_gpu_s_own_bytes_may_differ_from_the_search(
     job: Job, more: int, by_search: int, same: bool
 ) -> None:
     (_, second), _ = own_answers(job, 1000, more=more, by_search=by_search)
-    assert (second.verified, second.state.judged[second.answer].needed_bytes) == (same, 100)
+    assert (second.verified, second.state.evaluated[second.answer].needed_bytes) == (same, 100)
 
 
 def count_concavely(trace: Trace) -> float:

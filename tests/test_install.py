@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from small_models import small_job
 from snugfit import measure, train
 from snugfit.cli.main import run
-from snugfit.errors import EXTRAS, UsageError, lacks_package, require_packages
+from snugfit.errors import EXTRAS, UsageError, missing_package_message, require_packages
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "snugfit"
@@ -129,4 +129,4 @@ def test_an_import_that_fails_later_is_one_line_too(
 
 def test_an_installed_package_is_not_required_again() -> None:
     require_packages("A test", "numpy", "yaml")
-    assert lacks_package("A test", ModuleNotFoundError("No module named 'numpy.nothing'")) is None
+    assert missing_package_message("A test", ModuleNotFoundError("No module named 'numpy.nothing'")) is None

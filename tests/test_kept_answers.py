@@ -178,10 +178,10 @@ class Answer:
 def test_answers_unused_for_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LARGEST_FOLDER", 5000)
     for number in range(4):
-        cache.remember(f"{number}", Answer())
+        cache.store_result(f"{number}", Answer())
         os.utime(cache.folder() / f"{number}.json", (number, number))
     assert cache.recall("0", lambda document: Answer()) is not None
-    cache.remember("4", Answer())
+    cache.store_result("4", Answer())
     assert sorted(path.stem for path in cache.folder().iterdir()) == ["0", "2", "3", "4"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from snugfit.measurement.child import PEAKS, keep_peaks, with_kept
+from snugfit.measurement.child import PEAKS, keep_peaks, with_run_peaks
 
 
 def test_a_peak_before_the_counters_were_set_back_is_the_run_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,17 +18,17 @@ def test_a_peak_before_the_counters_were_set_back_is_the_run_s(monkeypatch: pyte
     counters.update(zip(PEAKS, (70, 80, 90)))
     torch.cuda.reset_peak_memory_stats()
     counters.update(zip(PEAKS, (40, 85, 50)))
-    assert with_kept(torch.cuda.memory_stats()) == {
+    assert with_run_peaks(torch.cuda.memory_stats()) == {
         **dict(zip(PEAKS, (70, 85, 90))),
         "num_alloc_retries": 1,
     }
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_peak_memory_stats()
-    assert [with_kept(torch.cuda.memory_stats())[name] for name in PEAKS] == [70, 85, 90]
+    assert [with_run_peaks(torch.cuda.memory_stats())[name] for name in PEAKS] == [70, 85, 90]
 
 
 def test_what_an_earlier_run_reached_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: dict.fromkeys(PEAKS, 5))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
     keep_peaks()
-    assert with_kept({"requested_bytes.all.peak": 3}) == {"requested_bytes.all.peak": 3}
+    assert with_run_peaks({"requested_bytes.all.peak": 3}) == {"requested_bytes.all.peak": 3}

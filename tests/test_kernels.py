@@ -15,7 +15,7 @@ from snugfit.prediction.rates import rates_for
 from snugfit.prediction.seconds import launch_seconds
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.shapes import SHAPE_FUNCTIONS, grouped_mm
-from snugfit.rehearsal.record.kernels import CONTRACTIONS, apart, cost_of, group_of, name_of_call
+from snugfit.rehearsal.record.kernels import CONTRACTIONS, cost_of, group_of, name_of_call, split_groups
 from snugfit.rehearsal.trace.trace import Kernel
 
 aten = torch.ops.aten
@@ -182,5 +182,5 @@ def test_products_of_experts_have_the_flops_of_their_groups(
     truth = kernel(aten.mm.default, meta(rows, inner), meta(inner, columns)).flops
     assert cost is not None
     assert cost.flops == truth
-    assert sum(product.flops for product in apart((*operands, offs), {}, cost)) == truth
+    assert sum(product.flops for product in split_groups((*operands, offs), {}, cost)) == truth
     assert group_of(func._schema.name) == CONTRACTIONS

@@ -26,7 +26,7 @@ from snugfit.errors import SnugfitError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CpuPolicy
-from snugfit.rehearsal.record.questions import Questions
+from snugfit.rehearsal.record.questions import ValueReads
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
@@ -75,7 +75,7 @@ def test_an_awkward_module_is_predicted_right_or_doubted_or_refused(case: Case) 
 def test_a_guess_without_its_doubt_turns_the_law_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = (case for case in CASES if case.name == name)
     hold_to_law(case)
-    monkeypatch.setattr(Recorder, "doubt", lambda self, sentence: None)
+    monkeypatch.setattr(Recorder, "warn", lambda self, sentence: None)
     with pytest.raises(AssertionError, match="no doubt says"):
         hold_to_law(case)
 
@@ -87,12 +87,12 @@ def test_a_silent_guess_of_what_the_batch_says_turns_the_law_red(
 ) -> None:
     """Replace each number read from the batch by 20, without a doubt."""
     (case,) = (case for case in CASES if case.name == name)
-    real = Questions._value
+    real = ValueReads._value
 
-    def guess(self: Questions, tensor: torch.Tensor) -> Any:
+    def guess(self: ValueReads, tensor: torch.Tensor) -> Any:
         value, assumption = real(self, tensor)
         return (value, assumption) if value.is_floating_point() else (torch.full_like(value, 20), None)
 
-    monkeypatch.setattr(Questions, "_value", guess)
+    monkeypatch.setattr(ValueReads, "_value", guess)
     with pytest.raises(AssertionError, match="bytes predicted"):
         hold_to_law(case)

@@ -749,7 +749,7 @@ class TestOnAGpu:
             "child_command",
             lambda request, result: [sys.executable, "-S", "-c", body, str(request), str(result)],
         )
-        monkeypatch.setattr(contamination, "PATIENCE", 0.0)
+        monkeypatch.setattr(contamination, "MAX_WAIT_SECONDS", 0.0)
         readings = {"while": 0}
         wait = Child.wait
 

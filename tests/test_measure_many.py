@@ -258,7 +258,7 @@ class TestOnTwoGpus:
             "child_command",
             lambda request, result: [sys.executable, "-S", "-c", body, str(request), str(result)],
         )
-        monkeypatch.setattr(contamination, "PATIENCE", 0.0)
+        monkeypatch.setattr(contamination, "MAX_WAIT_SECONDS", 0.0)
         monkeypatch.setattr("snugfit.measurement.target.torch_cuda", lambda: "13.0")
 
         def read() -> None:

@@ -15,7 +15,7 @@ from snugfit.frontends.next_recipe import next_recipe
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.journal import Journal, read_journal
-from snugfit.training.recovery import Exhausted, Recovery, Unplanned
+from snugfit.training.recovery import Exhausted, PlanFailure, Recovery
 
 CUDA = torch.device("cuda")
 BEFORE = Recipe.parse("bf16 + micro_batches(2)")
@@ -61,14 +61,14 @@ def test_a_run_that_is_built_once_more_gets_the_fastest_with_the_states_that_it_
 def test_a_gpu_of_which_nothing_is_known_gets_a_finer_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Made Up 9000")
     found = next_recipe(CUDA, live=True)(small_job("bert"), BEFORE, "oom:torch")
-    assert isinstance(found, Unplanned)
+    assert isinstance(found, PlanFailure)
     assert str(found.recipe) == "bf16 + micro_batches(4)"
-    assert found.why.startswith("No GPU 'NVIDIA Made Up 9000' in the table.")
+    assert found.reason.startswith("No GPU 'NVIDIA Made Up 9000' in the table.")
 
 
 def test_a_finer_cut_in_the_place_of_a_plan_is_told(tmp_path: Path) -> None:
-    def unplanned(job: Any, recipe: Recipe, cause: str) -> Unplanned:
-        return Unplanned(recipe=Recipe.parse("micro_batches(2)"), why="No GPU of this name.")
+    def unplanned(job: Any, recipe: Recipe, cause: str) -> PlanFailure:
+        return PlanFailure(recipe=Recipe.parse("micro_batches(2)"), reason="No GPU of this name.")
 
     journal = Journal(tmp_path)
     exhausted = Exhausted(cause="oom:torch", phase="forward", message="")

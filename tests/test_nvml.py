@@ -315,13 +315,13 @@ def census(used: int, ours: dict[int, int | None], others: dict[int, int | None]
     ],
 )
 def test_strangers_during_the_run(censuses: list[Census], words: str | None) -> None:
-    reason = contamination.during(censuses, BASELINE)
+    reason = contamination.sentence_on_processes(censuses, BASELINE)
     assert (words in reason) if words and reason else reason is words
 
 
 def test_those_who_were_there_before_are_told_once() -> None:
     baseline = GpuBaseline(used_bytes=500 * MIB, pids=frozenset({8}), reason="process 8")
-    assert contamination.during([census(9000, {7: None}, {8: None})], baseline) is None
+    assert contamination.sentence_on_processes([census(9000, {7: None}, {8: None})], baseline) is None
 
 
 def test_unexplained_growth() -> None:
@@ -361,7 +361,7 @@ def test_the_sampler_sees_who_comes_during_the_run() -> None:
     with Sampler(card_of(library), belongs=lambda pid: pid == 7, interval=0.0005) as sampler:
         library.before_reading = come
         assert late.wait(30)
-    assert "process 666" in str(contamination.during(sampler.censuses.values(), BASELINE))
+    assert "process 666" in str(contamination.sentence_on_processes(sampler.censuses.values(), BASELINE))
 
 
 def test_the_sampler_survives_a_lost_gpu() -> None:

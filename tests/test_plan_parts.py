@@ -21,7 +21,7 @@ from snugfit.planning.cost.batch_sizes import rehearse_sizes, update_of
 from snugfit.planning.cost.lowered import CACHE_SHARE
 from snugfit.planning.cost.parts import Parts
 from snugfit.planning.cost.parts_pool import parts_pool
-from snugfit.planning.cost.periodic import MANY, AllocatorPeaks, Requests, replay_periodic
+from snugfit.planning.cost.periodic import MIN_PERIODIC, AllocatorPeaks, Requests, replay_periodic
 from snugfit.planning.cost.same_trace import trace_under
 from snugfit.planning.cost.timer import GpuTimers, seconds_of
 from snugfit.planning.search.state import TIME_BOUND_MARGIN
@@ -29,7 +29,7 @@ from snugfit.prediction.allocator import Allocator, Replay, replay
 from snugfit.prediction.worker_pool import Question, WorkerPool
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.splice import rehearse_update
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart
+from snugfit.rehearsal.trace.relative import Alloc, Free, PhaseStart, TraceEvent
 from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step import batches
@@ -59,8 +59,8 @@ def test_what_was_rehearsed_for_tf32_is_not_taken_for_ieee() -> None:
     job, clock = small_job("bert", 1, batch_size=2), GpuTimers(GPUS[:1])
     setups = [Recipe.parse(text).setup() for text in ("tf32", "ieee")]
     together, alone = Parts(job, GPUS[:1], clock), [Parts(job, GPUS[:1], clock) for _ in setups]
-    assert [together.judge([setup]) for setup in setups] == [
-        parts.judge([setup]) for parts, setup in zip(alone, setups, strict=True)
+    assert [together.evaluate([setup]) for setup in setups] == [
+        parts.evaluate([setup]) for parts, setup in zip(alone, setups, strict=True)
     ]
     assert together.screen(setups)[1] == alone[1].screen(setups[1:])[0]
     dtypes = {kernel.dtype for kernel in whole_trace(together, setups[0]).kernels}
@@ -94,7 +94,7 @@ def test_workers_answer_as_parts_do_and_a_killed_one_is_told() -> None:
     job, clock = small_job("bert", 2, batch_size=2), GpuTimers(GPUS[:1])
     setups = [Recipe.parse(text).setup() for text in ("as_loaded", "bf16")]
     questions: list[Question] = [
-        Question(0, "judge", ([setups[0]],)),
+        Question(0, "evaluate", ([setups[0]],)),
         Question(1, "screen", ([setups[1]],)),
     ]
     processes = []
@@ -131,7 +131,7 @@ def test_joined_pieces_of_few_layers_take_no_longer_than_the_step(recipe: str) -
     pytest.importorskip("bitsandbytes")
     job, setup = small_job("bert", 9, batch_size=4), Recipe.parse(recipe).setup()
     parts = Parts(job, GPUS, GpuTimers(GPUS))
-    for least, figures in zip(parts.screen([setup])[0], parts.judge([setup])[0], strict=True):
+    for least, figures in zip(parts.screen([setup])[0], parts.evaluate([setup])[0], strict=True):
         assert 0.99 * figures.seconds < least.seconds <= (1 + TIME_BOUND_MARGIN) * figures.seconds
         assert least.needed_bytes <= figures.requested_bytes + figures.context_bytes
 
@@ -167,11 +167,11 @@ def test_updates_are_rehearsed_once_whatever_is_recomputed() -> None:
     ),
 )
 def test_few_micro_batches_tell_what_many_take(family: str, recipe: str) -> None:
-    job = small_job(family, 2, batch_size=2 * MANY)
-    for pieces in (MANY, 2 * MANY):
+    job = small_job(family, 2, batch_size=2 * MIN_PERIODIC)
+    for pieces in (MIN_PERIODIC, 2 * MIN_PERIODIC):
         setup = Recipe.parse(f"{recipe} + micro_batches({pieces})").setup()
         parts = Parts(job, GPUS, GpuTimers(GPUS))
-        found = parts.judge([setup])[0]
+        found = parts.evaluate([setup])[0]
         trace = whole_trace(parts, setup)
         after = replay(trace, expandable=setup.expandable_segments)
         assert found[0][:3] == (after.requested_peak, after.allocated_peak, after.reserved_peak)
@@ -217,10 +217,10 @@ def run_by_chance(rng: random.Random) -> PeriodicRun:
     counted = itertools.count()
     live = Counter(build)
 
-    def churn() -> list[Move]:
+    def churn() -> list[TraceEvent]:
         allocs = rng.choices(stacks, k=rng.randrange(1, 6))
         there = live + Counter(allocs)
-        moves: list[Move] = [*allocs]
+        moves: list[TraceEvent] = [*allocs]
         for alloc in rng.sample(allocs, len(allocs)):
             moves.append(Free(alloc, rng.randrange(there[alloc])))
             there[alloc] -= 1

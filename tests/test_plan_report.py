@@ -16,7 +16,7 @@ from snugfit.planning.plan import Exclusion, Plan
 from snugfit.report.plan.gpu_plans import headline, unknown
 from snugfit.report.plan.next_steps import next_steps
 from snugfit.report.plan.plan import front, refusals, render
-from snugfit.report.plan.shown_front import APART, MOST_ROWS, SLOWEST, shown_front
+from snugfit.report.plan.shown_front import MIN_DIFFERENCE, MOST_ROWS, SLOWEST, shown_front
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -42,7 +42,7 @@ def test_the_front_shows_few_rows_that_differ() -> None:
     assert max(row.step_seconds for row in rows) <= SLOWEST * rows[0].step_seconds
     for one, other in pairwise(rows):
         apart = abs(other.step_seconds / one.step_seconds - 1), abs(other.needed_bytes / one.needed_bytes - 1)
-        assert max(apart) >= APART
+        assert max(apart) >= MIN_DIFFERENCE
     assert "33 more rows" in as_text(front(plan))
     assert len(front(plan, everything=True).rows) == 41
     assert "more rows" not in as_text(render(plan, everything=True))

@@ -54,7 +54,7 @@ class Known:
         self.screened += setups
         return [(Bound(100, seconds_of(setup)),) for setup in setups]
 
-    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
+    def evaluate(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
         self.judged += setups
         return [(Figures(100, 100, 100, 0, seconds_of(setup)),) for setup in setups]
 
@@ -83,7 +83,7 @@ def test_what_is_compiled_alike_goes_to_one_worker() -> None:
     pool, state = WorkerPool(list(workers)), SearchState(space())
     numbers = [number for number, one in enumerate(space().candidates) if one.setup.lowering]
     state.bounds |= screen(state, pool, lambda what: None, numbers).bounds
-    state.judge(state.by_trace(state.bounds), pool)
+    state.evaluate(state.by_trace(state.bounds), pool)
     programs = [
         {program_of(setup) for setup in (*one.screened, *one.judged) if setup.lowering} for one in workers
     ]
@@ -105,15 +105,15 @@ def test_one_worker_judges_the_fastest_and_nothing_that_it_dominates() -> None:
     told, state = run_best_first(1)
     fastest = min(range(len(space().candidates)), key=lambda n: seconds_of(space().candidates[n].setup))
     assert state.front() == [fastest]
-    assert told[0].judged == [space().candidates[n].setup for n in state.judged]
-    assert {space().candidates[n].trace for n in state.judged} == {space().candidates[fastest].trace}
+    assert told[0].judged == [space().candidates[n].setup for n in state.evaluated]
+    assert {space().candidates[n].trace for n in state.evaluated} == {space().candidates[fastest].trace}
 
 
 def test_a_slower_recipe_that_saves_little_is_left_out_unless_it_alone_fits() -> None:
     for negligible, memory, is_left_out in ((300, None, True), (100, None, False), (300, 900, False)):
         bounds = {0: Bound(1000, 1.0), 1: Bound(800, 2.0)}
         state = SearchState(space(), bounds, memory_bytes=memory, negligible_bytes=negligible)
-        state.learn(0, Figures(1000, 1000, 1000, 0, 1.0))
+        state.store(0, Figures(1000, 1000, 1000, 0, 1.0))
         assert state.is_dominated(1) == is_left_out
 
 
@@ -131,7 +131,7 @@ def test_a_sibling_of_an_unfit_recipe_fits_only_if_it_loses_fewer_bytes(
     bounds = {known: Bound(900 * mib, 1.0, resting * mib), other: Bound(900 * mib, 1.0, resting * mib)}
     state = SearchState(optimizers, bounds, memory_bytes=1000 * mib)
     nbytes = (900 + loss) * mib
-    state.learn(known, Figures(nbytes, nbytes, nbytes, 0, 1.0))
+    state.store(known, Figures(nbytes, nbytes, nbytes, 0, 1.0))
     assert state.is_dominated(other) == is_left_out
 
 
@@ -180,7 +180,7 @@ def test_a_reason_estimates_a_size_that_nobody_lowered() -> None:
     uncompiled = [space().variant(one, roster.plain(Slot.ENGINE)) for one in range(len(space().candidates))]
     screened = {*numbers, *(number for number in uncompiled if number is not None)}
     state.bounds |= screen(state, pool, lambda what: None, screened).bounds
-    state.judge(state.by_trace(numbers[:1]), pool)
+    state.evaluate(state.by_trace(numbers[:1]), pool)
     reasons = {one.slot: one for one in explain(state, pool, numbers[0], JOB).reasons}
     assert (reasons["batching"].against, reasons["batching"].is_estimated) == ("whole_batch", True)
     assert {setup.micro_batches for setup in worker.judged if setup.lowering} == {4}

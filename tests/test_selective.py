@@ -25,7 +25,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.build import build_model
 from snugfit.step.checkpointing import checkpoint_layers
-from snugfit.step.selective import KEPT
+from snugfit.step.selective import KEPT_OPERATORS
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
@@ -54,7 +54,7 @@ def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("what", "family", "attention", "autocast"),
     crossed(
-        KEPT,
+        KEPT_OPERATORS,
         [("bert", "sdpa", True), ("gpt2", "eager", False), ("llama", "sdpa", True), ("llama", "sdpa", False)],
     ),
 )
@@ -150,7 +150,7 @@ def test_attention_with_dropout_is_computed_again() -> None:
 
 def test_every_other_product_lies_between() -> None:
     this = without_dropout("bert")
-    several = [on_a_gpu(this, f"bf16 + selective({what})") for what in KEPT]
+    several = [on_a_gpu(this, f"bf16 + selective({what})") for what in KEPT_OPERATORS]
     attention, products, other = (recomputed(trace, "addmm") for trace in several)
     assert products < other < attention
 

@@ -18,7 +18,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.planning.cost.parts import Parts
-from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShares
+from snugfit.planning.cost.startup_share import ENDLESS_RUN, PlannedRun, StartupShares
 from snugfit.planning.cost.timer import SingleGpuTimer
 from snugfit.planning.fleet.search_gpus import plan_gpus
 from snugfit.planning.keep import kept_of
@@ -201,8 +201,8 @@ def test_the_best_of_a_run_is_what_brute_force_finds(job: Job) -> None:
     paces = {}
     space = space_of(job, fidelity=Fidelity.SAME, capability=(9, 0), fixed=kept_of(job, KEPT))
     for each in space.candidates:
-        figures = parts.judge([each.setup])[0][0]
-        assert figures.step_seconds == pytest.approx(steady.judge([each.setup])[0][0].seconds)
+        figures = parts.evaluate([each.setup])[0][0]
+        assert figures.step_seconds == pytest.approx(steady.evaluate([each.setup])[0][0].seconds)
         assert figures.seconds == pytest.approx((figures.once + steps * figures.step_seconds) / steps)
         paces[str(each.recipe)] = figures.seconds
     best = searched(job, steps).best
@@ -236,11 +236,11 @@ def test_few_layers_tell_what_many_pay_once(family: str) -> None:
     parts = Parts(deep, [H200], SingleGpuTimer(lambda trace: 0.0), run=PlannedRun(steps=1))
     setup = setup_of("bf16 + every_layer + micro_batches(2)")
     ((bound,),) = parts.screen([setup])
-    assert bound.seconds == pytest.approx(parts.judge([setup])[0][0].once)
+    assert bound.seconds == pytest.approx(parts.evaluate([setup])[0][0].once)
 
 
 def test_a_run_without_end_shares_nothing(job: Job) -> None:
-    opening, trace = StartupShares(job, ENDLESS), Trace((), (), (), (kernel(),), (), ())
+    opening, trace = StartupShares(job, ENDLESS_RUN), Trace((), (), (), (kernel(),), (), ())
     seconds, share = opening.of(Setup(), trace)
     assert seconds > STARTUP_RATES.imports
     assert (share, opening.least_share(Setup(), [])) == (0.0, 0.0)

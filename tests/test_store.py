@@ -22,7 +22,7 @@ from snugfit.training.checkpoint.manifest import MANIFEST, NewerCheckpoint, Save
 from snugfit.training.checkpoint.save_failed import SaveFailed
 from snugfit.training.checkpoint.staging import Staging
 from snugfit.training.checkpoint.state import TrainState, snapshot
-from snugfit.training.checkpoint.store import AllBroken, Store
+from snugfit.training.checkpoint.store import NoIntactCheckpoint, Store
 from stored import NAMES, assert_whole, content, fill, hidden, in_child, stored, visible
 
 MODEL = "model.safetensors"
@@ -210,7 +210,9 @@ def test_a_file_a_link_and_an_empty_folder_are_broken(out: Path, make: Callable[
 def test_a_checkpoint_of_another_program_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-500").mkdir()
     fill(500)(tmp_path / "checkpoint-500")
-    with pytest.raises(AllBroken, match=r"checkpoint-500: manifest\.json is missing .*snugfit did not write"):
+    with pytest.raises(
+        NoIntactCheckpoint, match=r"checkpoint-500: manifest\.json is missing .*snugfit did not write"
+    ):
         Store(tmp_path).newest()
 
 
@@ -245,7 +247,7 @@ def test_all_broken_is_no_fresh_start_and_stays_so(out: Path) -> None:
         os.truncate(out / f"checkpoint-{step}" / MODEL, 3)
     for _ in range(2):
         with pytest.raises(
-            AllBroken, match=r"checkpoint-20: model\.safetensors has 3 bytes.*--restart"
+            NoIntactCheckpoint, match=r"checkpoint-20: model\.safetensors has 3 bytes.*--restart"
         ) as told:
             Store(out).newest()
     assert told.value.exit_code == 1
@@ -553,5 +555,7 @@ def test_none_that_is_whole_says_how_this_front_end_begins_anew(out: Path) -> No
     for folder in out.iterdir():
         (folder / MANIFEST).unlink(missing_ok=True)
     for begin_anew in ("with --restart", "without resume()"):
-        with pytest.raises(AllBroken, match=re.escape(f"or start again {begin_anew}, which renames these")):
+        with pytest.raises(
+            NoIntactCheckpoint, match=re.escape(f"or start again {begin_anew}, which renames these")
+        ):
             Store(out, begin_anew=begin_anew).newest()

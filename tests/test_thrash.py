@@ -19,7 +19,7 @@ from snugfit.training import step_logger
 from snugfit.training.journal import Journal
 from snugfit.training.run.loop import TrainingStep, WeightsNonFinite
 from snugfit.training.run.train import train
-from snugfit.training.run.trained import LastNotKept
+from snugfit.training.run.trained import LastCheckpointNotSaved
 
 
 def short(monkeypatch: pytest.MonkeyPatch, retries: dict[int, int]) -> None:
@@ -132,7 +132,7 @@ def test_what_cannot_be_kept_is_no_reason_to_go_back(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Store, "save", full)
-    with pytest.raises(LastNotKept, match="last checkpoint was not saved") as refused:
+    with pytest.raises(LastCheckpointNotSaved, match="last checkpoint was not saved") as refused:
         train(small_run(tmp_path, save_steps=3), replan=lambda *_: Recipe.parse("micro_batches(2)"))
     assert (refused.value.trained.step, refused.value.trained.outcome) == (12, "finished")
     assert any(parameter.requires_grad for parameter in refused.value.trained.model.parameters())

@@ -521,11 +521,12 @@ def test_evaluating_changes_no_number(tmp_path: Path) -> None:
 
 
 def test_the_best_model_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.training.run.evaluate import Evaluated
+    from snugfit.training.run.evaluate import EvaluationResult
 
     told = iter([0.9, 0.5, 0.7, 0.8, 0.6, 0.95])
     monkeypatch.setattr(
-        "snugfit.training.run.session.evaluate", lambda *given: Evaluated(loss=next(told), accuracy=None)
+        "snugfit.training.run.session.evaluate",
+        lambda *given: EvaluationResult(loss=next(told), accuracy=None),
     )
     best = train(
         small_run(tmp_path / "best", eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
@@ -544,10 +545,10 @@ def test_the_best_model_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_gain_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snugfit.training.run.evaluate import Evaluated
+    from snugfit.training.run.evaluate import EvaluationResult
 
     monkeypatch.setattr(
-        "snugfit.training.run.session.evaluate", lambda *given: Evaluated(loss=0.5, accuracy=None)
+        "snugfit.training.run.session.evaluate", lambda *given: EvaluationResult(loss=0.5, accuracy=None)
     )
     done = train(small_run(tmp_path, eval_strategy="steps", eval_steps=1, early_stopping_patience=3))
     assert (done.outcome, done.step, done.exit_code) == ("stopped early", 4, 0)

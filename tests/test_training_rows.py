@@ -55,7 +55,7 @@ def test_a_line_of_text_is_a_sample(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_bytes("\ufefffirst\r\n\r\n  \n  second \nlast".encode())
     rows = read_rows(tmp_path / "lines.txt")
     assert [row["text"] for row in rows] == ["first", "  second ", "last"]
-    assert rows.where(1).endswith("lines.txt, line 4")
+    assert rows.location(1).endswith("lines.txt, line 4")
 
 
 def _parquet(path: Path) -> Path:

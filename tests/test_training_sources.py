@@ -65,7 +65,7 @@ def test_several_files_are_one_dataset_in_the_order_of_their_names(form: str, tm
     assert texts(folder) == texts(pattern) == texts(Path(pattern)) == list(TEXTS)
     read = read_rows(folder)
     assert [read[index]["text"] for index in (4, 0, 3)] == ["five", "one", "four"]
-    assert read.where(3).startswith(str(folder / f"part-2{form}"))
+    assert read.location(3).startswith(str(folder / f"part-2{form}"))
     assert texts(f"{folder}/part-2*") == list(TEXTS[3:])
     if form != ".txt":
         assert [row["number"] for row in read.select_columns({"number"})] == [row["number"] for row in read]

@@ -52,7 +52,7 @@ def everything(parts: Parts, found: SearchState) -> list[tuple[float, int]]:
     return [
         (figures.seconds, figures.needed_bytes)
         for each in found.space.candidates
-        for ((figures,),) in (parts.judge([each.setup]),)
+        for ((figures,),) in (parts.evaluate([each.setup]),)
     ]
 
 
@@ -69,7 +69,7 @@ def hold_to_brute_force(
 ) -> None:
     """Compare the `count` best by this objective with brute force, within three quarters of the sizes."""
     memory = sorted(size for _, size in everything)[len(everything) * 3 // 4]
-    asked = replace(found, judged=dict(found.judged), memory_bytes=memory)
+    asked = replace(found, evaluated=dict(found.evaluated), memory_bytes=memory)
     numbers = rank_best(asked, count, WorkerPool([parts]), objective)
     place = 1 if objective == "memory" else 0
     smallest: dict[float, int] = {}
@@ -77,12 +77,12 @@ def hold_to_brute_force(
         if size <= memory:
             smallest[length] = min(size, smallest.get(length, size))
     wanted = sorted((size if place else length) for length, size in smallest.items())[:count]
-    told = [asked.judged[n].needed_bytes if place else asked.judged[n].seconds for n in numbers]
+    told = [asked.evaluated[n].needed_bytes if place else asked.evaluated[n].seconds for n in numbers]
     assert told == pytest.approx(wanted)
-    assert len({asked.judged[number].seconds for number in numbers}) == len(numbers)
-    assert all(asked.judged[number].needed_bytes <= memory for number in numbers)
+    assert len({asked.evaluated[number].seconds for number in numbers}) == len(numbers)
+    assert all(asked.evaluated[number].needed_bytes <= memory for number in numbers)
     if objective == "speed":
-        fitting = [n for n in asked.front() if asked.judged[n].needed_bytes <= memory]
+        fitting = [n for n in asked.front() if asked.evaluated[n].needed_bytes <= memory]
         assert numbers[0] == fitting[0], "the planned recipe is listed first"
 
 

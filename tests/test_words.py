@@ -1,7 +1,8 @@
-"""Texts for users are in plain English, without private or hard words.
+"""Texts for users, and names in the code, are in plain English, without private or hard words.
 
-The check covers each literal with a space in it that is no docstring: errors, help, reports, notes.
-Docstrings, comments, JSON keys, flags and recipes are not checked.
+The check of texts covers each literal with a space in it that is no docstring: errors, help, reports, notes.
+Docstrings, comments, JSON keys, flags and recipes are not checked. The check of names covers functions,
+parameters and local variables. Fields of classes may be keys of JSON, so it leaves them out.
 """
 
 from __future__ import annotations
@@ -47,6 +48,33 @@ PLAINER = {
     r"[Ww]hat (it waits|was measured|a user|the training loop|the GPUs?)": "a noun",
 }
 
+VAGUE_NAMES = {
+    "asked": "the object, such as request, arguments or recipe",
+    "asks": "depends_on, or the object",
+    "said": "message, or settings",
+    "says": "message, or note",
+    "heard": "the object",
+    "told": "the object",
+    "what": "message, noun, setting",
+    "whats": "the objects",
+    "why": "reason",
+    "how": "options",
+    "dear": "slow, or the quantity",
+    "truth": "value",
+    "lies_at": "position",
+    "unsaid": "unset",
+}
+"""Names of parameters and local variables that do not describe their values, with better ones."""
+
+SPEECH = re.compile(r"_?(ask|asking|hear|hears|say|judge|know|believe|want|foresee)(_.*)?")
+"""Names of functions that act like a person."""
+
+OWN_NAMES = ("adapters", "distributed", "doctor", "exchange", "page", "trackers", "frontends")
+"""Folders in which such names are left."""
+
+PUBLIC_NAMES = {"say_written"}
+"""Functions that features call by name."""
+
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each literal with a space in it, with `{}` for the fields of an f-string."""
@@ -86,3 +114,40 @@ def test_what_a_user_reads_is_plain_english() -> None:
 def test_a_text_of_ours_would_be_found(text: str) -> None:
     assert dialect_in(texts_of(f"raise Fault(f{text!r})"))
     assert not dialect_in(texts_of(f'def name():\n    """{text}"""'))
+
+
+def vague_names(source: str) -> Iterator[str]:
+    """Yield each function, parameter and local variable with a vague name: its line, and a better name."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            continue
+        if (
+            isinstance(node, ast.FunctionDef)
+            and SPEECH.fullmatch(node.name)
+            and node.name not in PUBLIC_NAMES
+        ):
+            yield f"{node.lineno}: name the function {node.name} by a technical verb"
+        for part in ast.walk(node):
+            name = part.arg if isinstance(part, ast.arg) else ""
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                name = part.id
+            if name in VAGUE_NAMES:
+                yield f"{part.lineno}: name {name!r} by its value: {VAGUE_NAMES[name]}"
+
+
+def test_names_describe_their_values() -> None:
+    faults = [
+        f"{path.relative_to(SOURCE)}:{fault}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if not {"tests", *OWN_NAMES} & set(path.relative_to(SOURCE).parts)
+        for fault in dict.fromkeys(vague_names(path.read_text()))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "code", ["def run(why): ...", "def run():\n    said = 3", "def hear(text): ...", "run = lambda what: 3"]
+)
+def test_a_vague_name_would_be_found(code: str) -> None:
+    assert list(vague_names(code))
+    assert not list(vague_names("def run(reason):\n    message = reason.why"))

@@ -49,11 +49,11 @@ class Slow:
 @pytest.mark.whole
 def test_a_process_that_became_spare_helps_where_that_is_allowed() -> None:
     questions, spare = [Question(number, "process") for number in range(4)], SpareProcesses()
-    with worker_pool(Slow, workers=1, apart=True, spare=spare) as pool:
+    with worker_pool(Slow, workers=1, own_process=True, spare=spare) as pool:
 
         def processes(*, helped: bool) -> set[int]:
             waiting = iter(questions)
-            return {answer.value for answer in pool.answers(lambda _: next(waiting, None), helped=helped)}
+            return {answer.value for answer in pool.results(lambda _: next(waiting, None), helped=helped)}
 
         own = processes(helped=True)
         assert len(own) == 1

@@ -3,7 +3,7 @@
 Importing any model of transformers imports modules that few models use: DTensor, FSDP, distributed
 checkpoints, torchao and torch's compiler. DTensor also imports torch's symbolic shapes, peft imports
 bitsandbytes, and `TrainingArguments` imports peft. These imports take more CPU seconds than a prediction.
-While `defer_imports` is in force, both receive placeholders for the modules and names of `PUT_OFF`.
+While `defer_imports` is in force, both receive placeholders for the modules and names of `DEFERRED_MODULES`.
 
 The first use of a placeholder, or any other import of its module, ends the deferral, except for `ALONE`. All
 modules are imported then, and each name that refers to a placeholder is rebound to the real object. Until
@@ -29,7 +29,7 @@ from typing import Any
 
 from snugfit.hub_kernels import no_hub_kernels, only_errors
 
-PUT_OFF = frozenset(
+DEFERRED_MODULES = frozenset(
     {
         "bitsandbytes",
         "bitsandbytes.nn",
@@ -61,7 +61,7 @@ functions.
 ALONE = SYMBOLIC | {"peft"}
 """Modules whose real import does not end the deferral of the others."""
 
-OF_PLAIN_SIZES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
+PLAIN_SIZE_MODULES = ("torch._prims", "torch._refs", "torch._decomp", "torch._meta_registrations")
 """Prefixes of modules that pass plain integers to functions about symbolic shapes. The module `torch` does so
 too.
 """
@@ -71,7 +71,7 @@ COMPILER, SETTINGS = "torch._dynamo", "torch._dynamo.config"
 DTENSOR = "torch.distributed.tensor"
 """Module that peft reads as an attribute of `torch.distributed`, without an import."""
 
-OF_PLAIN_NUMBERS: Mapping[str, Callable[..., object]] = {
+PLAIN_NUMBER_FUNCTIONS: Mapping[str, Callable[..., object]] = {
     "expect_true": bool,
     "free_unbacked_symbols": lambda numbers: set(),
     "guard_or_false": bool,
@@ -91,7 +91,7 @@ USERS = frozenset({"torch._compile", "torch.compiler", "torch.optim.optimizer"})
 REGISTERING = ("allow_in_graph", "assume_constant_result")
 """Names of the compiler's decorators that register a function and return it."""
 
-RUNS_AS_IT_IS = "__dynamo_disable"
+UNCOMPILED_ATTRIBUTE = "__dynamo_disable"
 """Name of a function's attribute in which torch caches its variant that is excluded from compilation."""
 
 
@@ -107,17 +107,17 @@ class PutOffName(type):
     """Metaclass of placeholders for deferred names. They are classes, so that they work in unions and in
     `isinstance`."""
 
-    home: str
+    module: str
     """The module that defines the real object."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return cls.home in sys.modules and isinstance(instance, _real(cls))
+        return cls.module in sys.modules and isinstance(instance, _real(cls))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return cls.home in sys.modules and issubclass(subclass, _real(cls))
+        return cls.module in sys.modules and issubclass(subclass, _real(cls))
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        answer = OF_PLAIN_NUMBERS.get(cls.__name__)
+        answer = PLAIN_NUMBER_FUNCTIONS.get(cls.__name__)
         if answer is not None and not keywords and all(map(_is_plain, arguments)):
             return answer(*arguments)
         return _real(cls)(*arguments, **keywords)
@@ -136,13 +136,15 @@ class _PutOffModule(ModuleType):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
         stand_in: Any = (
-            _PutOffModule(full) if full in PUT_OFF else PutOffName(name, (), {"home": self.__name__})
+            _PutOffModule(full)
+            if full in DEFERRED_MODULES
+            else PutOffName(name, (), {"module": self.__name__})
         )
         setattr(self, name, stand_in)
         return stand_in
 
 
-class _AsItIs:
+class _UncompiledFunction:
     """Wrapper of a function that torch's compiler must skip, used until the compiler is imported. It has only
     a weak reference to the function, because the function refers to this object. A strong reference would
     form a cycle that delays the release of memory.
@@ -159,8 +161,8 @@ class _AsItIs:
     def forget(self) -> None:
         """Remove this wrapper from its function, so that torch disables compilation of the function again."""
         function = self._function()
-        if function is not None and vars(function).get(RUNS_AS_IT_IS) is self:
-            delattr(function, RUNS_AS_IT_IS)
+        if function is not None and vars(function).get(UNCOMPILED_ATTRIBUTE) is self:
+            delattr(function, UNCOMPILED_ATTRIBUTE)
 
 
 class _StandInSettings:
@@ -187,7 +189,7 @@ class _StandInCompiler:
 
     def __init__(self) -> None:
         self._registered: list[tuple[str, Any]] = []
-        self._as_they_are: list[weakref.ref[_AsItIs]] = []
+        self._as_they_are: list[weakref.ref[_UncompiledFunction]] = []
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **_: Any) -> Any:
         """Return a function that is excluded from compilation, in the place of `torch._dynamo.disable`.
@@ -199,7 +201,7 @@ class _StandInCompiler:
 
         if wrapping or fn is None:
             return _disable_dynamo(fn, recursive)
-        as_it_is = _AsItIs(fn)
+        as_it_is = _UncompiledFunction(fn)
         self._as_they_are.append(weakref.ref(as_it_is))
         return as_it_is
 
@@ -230,9 +232,9 @@ class _StandInCompiler:
 
 
 def _real(stand_in: PutOffName) -> Any:
-    if stand_in.home not in ALONE:
+    if stand_in.module not in ALONE:
         _DEFERRAL.complete()
-    return getattr(importlib.import_module(stand_in.home), stand_in.__name__)
+    return getattr(importlib.import_module(stand_in.module), stand_in.__name__)
 
 
 class _Deferral:
@@ -272,11 +274,11 @@ class _Deferral:
         level: int = 0,
     ) -> ModuleType:
         importer = "" if globals is None else str(globals.get("__name__", ""))
-        if (fromlist or name in PUT_OFF) and importer.startswith(IMPORTERS):
+        if (fromlist or name in DEFERRED_MODULES) and importer.startswith(IMPORTERS):
             assert globals is not None
             full = _absolute(name, str(globals.get("__package__", "")), level)
             if (
-                full in PUT_OFF
+                full in DEFERRED_MODULES
                 and full not in sys.modules
                 and full != importer
                 # The importer of a package that is not installed must get the ImportError.
@@ -284,7 +286,7 @@ class _Deferral:
             ):
                 return self._stand_in_of(full)
         elif name in SYMBOLIC and name not in sys.modules:
-            if importer == "torch" or importer.startswith(OF_PLAIN_SIZES):
+            if importer == "torch" or importer.startswith(PLAIN_SIZE_MODULES):
                 return self._symbolic.setdefault(name, _PutOffModule(name))
         elif name == COMPILER and not fromlist and importer in USERS:
             return sys.modules["torch"]
@@ -296,7 +298,7 @@ class _Deferral:
         """Return the import spec of a deferred module; None for any other. Its loader ends the deferral and
         rebinds the placeholders.
         """
-        if name not in PUT_OFF and name not in SYMBOLIC and name != COMPILER:
+        if name not in DEFERRED_MODULES and name not in SYMBOLIC and name != COMPILER:
             return None
         spec = PathFinder.find_spec(name, path, target)
         loader: Any = spec and spec.loader
@@ -344,8 +346,8 @@ class _Deferral:
         given, self._stand_ins = self._stand_ins, {}
         real: dict[int, Any] = {}
         with no_hub_kernels():
-            for home, module in given.items():
-                real[id(module)] = importlib.import_module(home)
+            for module_name, module in given.items():
+                real[id(module)] = importlib.import_module(module_name)
                 names = [name for name, value in vars(module).items() if isinstance(value, PutOffName)]
                 for name in names:
                     real[id(vars(module)[name])] = getattr(real[id(module)], name)
@@ -422,7 +424,9 @@ def _is_plain(value: object) -> bool:
 
     if isinstance(value, torch.Tensor):
         value = (*value.shape, *value.stride(), value.storage_offset())
-    return type(value) in (bool, int) or (isinstance(value, tuple) and all(type(one) is int for one in value))
+    return type(value) in (bool, int) or (
+        isinstance(value, tuple) and all(type(element) is int for element in value)
+    )
 
 
 def _absolute(name: str, package: str, level: int) -> str:

@@ -213,8 +213,8 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return encode_fields(value)
     if isinstance(value, Mapping):
-        return {name: encode(one) for name, one in value.items()}
-    return [encode(one) for one in value] if isinstance(value, tuple | list) else value
+        return {name: encode(entry) for name, entry in value.items()}
+    return [encode(entry) for entry in value] if isinstance(value, tuple | list) else value
 
 
 def decode_fields(kind: type[T], document: Mapping[str, Any]) -> T:
@@ -250,9 +250,9 @@ def _decode(kind: Any, value: Any) -> Any:
         return _decode(inner[0], value)
     if origin is tuple:
         kinds = repeat(inner[0]) if inner[-1] is Ellipsis else inner
-        return tuple(_decode(of, one) for of, one in zip(kinds, value, strict=False))
+        return tuple(_decode(of, entry) for of, entry in zip(kinds, value, strict=False))
     if origin is Mapping:
-        return {name: _decode(inner[1], one) for name, one in dict(value).items()}
+        return {name: _decode(inner[1], entry) for name, entry in dict(value).items()}
     if hasattr(kind, "from_json"):
         return kind.from_json(value)
     is_class = dataclasses.is_dataclass(kind) and isinstance(kind, type)

@@ -103,19 +103,19 @@ The similarity of `linaer` and `linear` is 0.83, and that of `liger` and `eager`
 """
 
 
-def nearest(word: str, legal: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
+def nearest(word: str, allowed: Iterable[str], *, count: int = 3, cutoff: float = NEAR_MISS) -> list[str]:
     """Return the allowed words most similar to `word`, best first; empty if none reaches the similarity
     `cutoff` (1 is equal).
     """
-    choices = list(legal)
+    choices = list(allowed)
     lowered = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(word).lower(), lowered, n=count, cutoff=cutoff)
     return [lowered[name] for name in matches]
 
 
-def did_you_mean(word: str, legal: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
+def did_you_mean(word: str, allowed: Iterable[str], *, cutoff: float = NEAR_MISS) -> str:
     """Return ` Did you mean a or b?`, or an empty string if no allowed word is similar."""
-    matches = nearest(word, legal, cutoff=cutoff)
+    matches = nearest(word, allowed, cutoff=cutoff)
     return f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
 
 
@@ -134,7 +134,7 @@ EXTRAS = {
 """Argument of `pip install` that brings a package of an extra, by the name under which Python imports it."""
 
 
-def lacks_package(name: str, error: BaseException) -> str | None:
+def missing_package_message(name: str, error: BaseException) -> str | None:
     """Return a message that `name` needs the package that could not be imported, or None for any other error.
 
     The cause is a failed import or transformers' `requires_backends`. An installed package that cannot be
@@ -164,12 +164,12 @@ def _needs_package(name: str, package: str) -> str:
     return f"{name} needs {package}, which is not installed. Try: pip install {cure}"
 
 
-def some_of(names: Sequence[str], most: int = 3) -> str:
+def some_of(names: Sequence[str], limit: int = 3) -> str:
     """Return names as text, `a, b, c and 2 more`: the first few of them, and the number of the rest."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"
 
 
-def one_line(error: BaseException, most: int = 200) -> str:
-    """Return the message of another library's error on one line of at most `most` characters."""
-    return " ".join(str(error).split())[:most]
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Return the message of another library's error on one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]

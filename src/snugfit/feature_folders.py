@@ -89,13 +89,13 @@ def plugin_words() -> list[str]:
 def _load(word: str) -> Plugin:
     from importlib import metadata
 
-    entries = [one for one in metadata.entry_points(group=FOLDER) if one.name == word]
+    entries = [entry for entry in metadata.entry_points(group=FOLDER) if entry.name == word]
     if len(entries) > 1:
-        packages = " and ".join(one.dist.name for one in entries if one.dist)
+        packages = " and ".join(entry.dist.name for entry in entries if entry.dist)
         raise FeatureError(f"Two packages have a plugin {word!r}: {packages}. Uninstall one, or give a path.")
     folder = Path(word).expanduser().resolve()
     if not entries and not (folder / "feature.py").is_file():
-        known = ", ".join(sorted(one.name for one in metadata.entry_points(group=FOLDER))) or "none"
+        known = ", ".join(sorted(entry.name for entry in metadata.entry_points(group=FOLDER))) or "none"
         raise UsageError(
             f"No plugin {word!r}: it is neither installed (installed: {known}) nor a folder with a file "
             "feature.py. Give a name or the path of such a folder."
@@ -160,14 +160,16 @@ def import_feature(path: str) -> ModuleType:
 
 def plugin_versions() -> dict[str, str]:
     """Return the version of each plugin."""
-    return {f"plugin {one.name}": one.version for one in plugins()}
+    return {f"plugin {plugin.name}": plugin.version for plugin in plugins()}
 
 
 @functools.cache
 def feature_packages() -> Mapping[str, str]:
     """Return the import paths of the packages of all features, by name, sorted. Raises `FeatureError`."""
     roots = importlib.import_module(FOLDER).__path__
-    packages = {one.name: f"{FOLDER}.{one.name}" for one in pkgutil.iter_modules(roots) if one.ispkg}
+    packages = {
+        module.name: f"{FOLDER}.{module.name}" for module in pkgutil.iter_modules(roots) if module.ispkg
+    }
     for plugin in plugins():
         if plugin.name in packages:
             raise FeatureError(f"Two features are called {plugin.name}. Rename the plugin, or leave it out.")
@@ -182,11 +184,13 @@ def feature_files(folder: str) -> Iterator[Traversable]:
         yield from subfolder.iterdir() if subfolder.is_dir() else ()
 
 
-def feature_objects(module: str, kind: type[T], *, only: str = "") -> list[T]:
-    """Return the objects of this class in the module of this name in each feature. `only` limits the result
-    to one feature.
+def feature_objects(module: str, kind: type[T], *, feature_name: str = "") -> list[T]:
+    """Return the objects of this class in the module of this name in each feature. `feature_name` limits the
+    result to one feature.
     """
-    modules = [f"{package}.{module}" for name, package in feature_packages().items() if only in ("", name)]
+    modules = [
+        f"{package}.{module}" for name, package in feature_packages().items() if feature_name in ("", name)
+    ]
     return [
         value
         for path in modules

@@ -67,7 +67,7 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
     if once in _IMPORTED:
         yield
         return
-    with quiet(*_TALKATIVE):
+    with quiet(*_QUIETED_LOGGERS):
         yield
     if once is not None:
         _IMPORTED.add(once)
@@ -75,11 +75,11 @@ def only_errors(once: Hashable = None) -> Iterator[None]:
 
 def log_only_errors() -> None:
     """Let the loggers of `only_errors` log only errors for the rest of the process."""
-    for name in _TALKATIVE:
+    for name in _QUIETED_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-_TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
+_QUIETED_LOGGERS = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def import_torchao() -> None:

@@ -25,28 +25,28 @@ _LARGEST = 1 << 50
 mistakes."""
 
 
-def parse_bytes(text: str, *, what: str = "memory", or_else: str = "") -> int:
+def parse_bytes(text: str, *, quantity: str = "memory", alternative: str = "") -> int:
     """Return the bytes in text such as `24GiB`, `16000MB` or `1.5 GiB`.
 
-    `or_else` ends the hint of an error with further notations. Raises `UsageError` for no unit, an unknown
-    unit, zero, a negative amount, or more than a pebibyte.
+    `alternative` ends the hint of an error with further notations. Raises `UsageError` for no unit, an
+    unknown unit, zero, a negative amount, or more than a pebibyte.
     """
-    hint = f"Write a number and a unit: 24GiB, 16GB, 16000MiB{or_else}."
+    hint = f"Write a number and a unit: 24GiB, 16GB, 16000MiB{alternative}."
     match = _AMOUNT.fullmatch(text)
     if not match:
-        raise UsageError(f"{what}: {text!r} is not an amount of memory. {hint}")
+        raise UsageError(f"{quantity}: {text!r} is not an amount of memory. {hint}")
     number, unit = float(match[1]), match[2].upper()
     if number <= 0:
-        raise UsageError(f"{what}: {text!r} is not a positive amount. {hint}")
+        raise UsageError(f"{quantity}: {text!r} is not a positive amount. {hint}")
     if not unit:
-        raise UsageError(f"{what}: {text!r} has no unit. Try {text.strip()}GiB. {hint}")
+        raise UsageError(f"{quantity}: {text!r} has no unit. Try {text.strip()}GiB. {hint}")
     if unit not in _UNITS:
-        raise UsageError(f"{what}: {text!r} has the unknown unit {match[2]!r}. {hint}")
+        raise UsageError(f"{quantity}: {text!r} has the unknown unit {match[2]!r}. {hint}")
     amount = number * _UNITS[unit]
     if not math.isfinite(amount) or amount > _LARGEST:
-        raise UsageError(f"{what}: {text!r} is more than any machine has. {hint}")
+        raise UsageError(f"{quantity}: {text!r} is more than any machine has. {hint}")
     if amount < 1:
-        raise UsageError(f"{what}: {text!r} is less than a byte. {hint}")
+        raise UsageError(f"{quantity}: {text!r} is less than a byte. {hint}")
     return int(amount)
 
 

@@ -18,12 +18,12 @@ from snugfit.errors import UsageError, did_you_mean, one_line
 LARGEST_FILE = 1 << 20
 
 
-def read_text(path: Path, *, what: str = "file", largest: int = LARGEST_FILE) -> str:
+def read_text(path: Path, *, noun: str = "file", largest: int = LARGEST_FILE) -> str:
     """Return the text of a regular file of at most `largest` bytes. Raises `UsageError` for any other file;
-    its message calls the file a `what`.
+    its message calls the file a `noun`.
     """
     with refuse_unreadable(path):
-        refuse_no_file(path, what, largest)
+        refuse_no_file(path, noun, largest)
         try:
             return path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -41,8 +41,8 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
-    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `what` is the noun
+def refuse_no_file(path: Path, noun: str, largest: int = LARGEST_FILE, hint: str = "") -> None:
+    """Raise `UsageError` for a path that is no regular file of at most `largest` bytes; `noun` is the noun
     for the file in the message.
 
     `hint` is the remedy for a larger file.
@@ -50,13 +50,13 @@ def refuse_no_file(path: Path, what: str, largest: int = LARGEST_FILE, hint: str
     if not path.exists():
         # A missing folder has no names to suggest.
         near = did_you_mean(path.name, map(attrgetter("name"), path.parent.glob("*")))
-        raise UsageError(f"{path}: no such {what}.{near} Give the path of an existing file.")
+        raise UsageError(f"{path}: no such {noun}.{near} Give the path of an existing file.")
     if not path.is_file():
         raise UsageError(
-            f"{path}: this is not a regular file, so it cannot be read as a {what}. Give a regular file."
+            f"{path}: this is not a regular file, so it cannot be read as a {noun}. Give a regular file."
         )
     if (size := path.stat().st_size) > largest:
-        raise UsageError(f"{path}: {size:,} bytes; a {what} may have at most {largest:,}.{hint}")
+        raise UsageError(f"{path}: {size:,} bytes; a {noun} may have at most {largest:,}.{hint}")
 
 
 def writable_folder(folder: Path) -> Path:
@@ -124,35 +124,35 @@ class LimitedLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(text: str, where: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
-    """Return the one YAML document in `text`. Raises `UsageError` whose message begins with `where` and names
-    the line.
+def load_yaml(text: str, location: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:
+    """Return the one YAML document in `text`. Raises `UsageError` whose message begins with `location` and
+    names the line.
     """
     try:
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{where}{line}: {_in_words(error)}.") from None
+        raise UsageError(f"{location}{line}: {_in_words(error)}.") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{where}: not valid YAML ({one_line(error)}). Correct the file.") from None
+        raise UsageError(f"{location}: not valid YAML ({one_line(error)}). Correct the file.") from None
     except ValueError as error:  # a scalar in the form of a date or a number that is invalid
-        raise UsageError(f"{where}: {error}.") from None
+        raise UsageError(f"{location}: {error}.") from None
 
 
-def load_json(text: str, where: str, *, constants: bool = False) -> Any:
-    """Parse the JSON in `text`. Raises `UsageError` whose message begins with `where`.
+def load_json(text: str, location: str, *, constants: bool = False) -> Any:
+    """Parse the JSON in `text`. Raises `UsageError` whose message begins with `location`.
 
     With `constants`, NaN and Infinity are numbers, in the notation of Python's `json`.
     """
     try:
         return parse_json(text, constants=constants)
     except RecursionError:
-        raise UsageError(f"{where}: nested too deep. Give a file with fewer levels.") from None
+        raise UsageError(f"{location}: nested too deep. Give a file with fewer levels.") from None
     except json.JSONDecodeError as error:
-        line = "" if ", line " in where else f", line {error.lineno}"
-        raise UsageError(f"{where}{line}: not JSON: {error.msg}. Correct the file.") from None
+        line = "" if ", line " in location else f", line {error.lineno}"
+        raise UsageError(f"{location}{line}: not JSON: {error.msg}. Correct the file.") from None
     except ValueError as error:  # a key twice, a constant, or a number of thousands of digits
-        raise UsageError(f"{where}: {error}.") from None
+        raise UsageError(f"{location}: {error}.") from None
 
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:

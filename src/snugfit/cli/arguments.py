@@ -23,7 +23,7 @@ from snugfit.techniques.several_gpus import MOST_GPUS
 if TYPE_CHECKING:
     from snugfit.cli.request import Request
 
-TAKE_AUTO = ("predict", "measure", "train")
+AUTO_COMMANDS = ("predict", "measure", "train")
 """Commands in which `auto` in a recipe is replaced by a found recipe: those that run one recipe on one GPU.
 """
 JOB, HOW, WHERE = "The job", "How it is done", "Where it has to fit"
@@ -245,9 +245,9 @@ def _job_arguments(
     """Declare the parameters of every command about a job, in the order of its help."""
 
 
-def show_version(asked: bool) -> None:
+def show_version(requested: bool) -> None:
     """Print the version of snugfit and exit if the user passed `--version`."""
-    if asked:
+    if requested:
         from snugfit.versions import __version__
 
         typer.echo(f"snugfit {__version__}")
@@ -340,7 +340,7 @@ def read_request(given: Mapping[str, Any], command: str) -> Request:
     """
     from snugfit.cli.request import Request
 
-    request = Request.read(given, takes_auto=command in TAKE_AUTO)
+    request = Request.read(given, takes_auto=command in AUTO_COMMANDS)
     for prepare in hooks("prepare"):
         request = prepare(command, request)
     if request.configuration:

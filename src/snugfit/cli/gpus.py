@@ -100,17 +100,17 @@ def _arguments(
     """Declare the parameters of the command, in addition to those of a job."""
 
 
-def gpus(**asked: Any) -> int:
+def gpus(**arguments: Any) -> int:
     """List the GPUs that snugfit has data for, show one with its sources, or plan a job on each of them."""
     from snugfit.job.gpu import all_gpus, find_gpus
 
-    named = [gpu for name in asked["names"] or () for gpu in find_gpus(name)]
+    named = [gpu for name in arguments["names"] or () for gpu in find_gpus(name)]
     # One name may match several GPUs, and two names the same GPU.
     listed = list({gpu.key: gpu for gpu in named or all_gpus()}.values())
-    if asked["for_model"] or asked["job_file"] or any(asked[name] for name in _OF_FEATURES):
-        return _plan(listed, asked)
-    _refuse_without_job(asked)
-    _list(listed, asked)
+    if arguments["for_model"] or arguments["job_file"] or any(arguments[name] for name in _OF_FEATURES):
+        return _plan(listed, arguments)
+    _refuse_without_job(arguments)
+    _list(listed, arguments)
     return 0
 
 
@@ -118,21 +118,26 @@ _OWN = list(inspect.signature(_arguments, eval_str=True).parameters.values())
 gpus.__signature__ = inspect.Signature([*_OWN[:2], *_JOB, *_OWN[2:]])  # type: ignore[attr-defined]
 
 
-def _refuse_without_job(asked: Mapping[str, Any]) -> None:
+def _refuse_without_job(arguments: Mapping[str, Any]) -> None:
     listing = ("names", "form", "as_json")
     for parameter in (*_JOB, *_OWN):
-        if parameter.name not in listing and asked[parameter.name] not in (parameter.default, None, [], ()):
+        if parameter.name not in listing and arguments[parameter.name] not in (
+            parameter.default,
+            None,
+            [],
+            (),
+        ):
             flag = parameter.name.replace("_", "-")
             raise UsageError(f"--{flag} needs a model. Add --for MODEL.")
-    if asked["form"] == "markdown":
+    if arguments["form"] == "markdown":
         raise UsageError("--format markdown needs a model. Add --for MODEL, or leave it out.")
 
 
-def _list(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
+def _list(gpus: Sequence[Gpu], arguments: Mapping[str, Any]) -> None:
     from snugfit.report.gpus import render, render_one
     from snugfit.report.text.terminal import show, show_json
 
-    if asked["as_json"] or asked["form"] == "json":
+    if arguments["as_json"] or arguments["form"] == "json":
         show_json({"schema": 1, "what": "gpus", "gpus": [gpu.to_json() for gpu in gpus]})
     else:
         show(render_one(gpus[0]) if len(gpus) == 1 else render(gpus))
@@ -141,29 +146,29 @@ def _list(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> None:
 # ---- the same plan on each ---------------------------------------------------------------------------------
 
 
-def _plan(gpus: Sequence[Gpu], asked: Mapping[str, Any]) -> int:
+def _plan(gpus: Sequence[Gpu], arguments: Mapping[str, Any]) -> int:
     from snugfit.cli.request import steps_of
 
-    prices = _read_prices(asked["prices"], asked["price"] or ())
-    if asked["objective"] == "cost" and not prices.per_hour:
+    prices = _read_prices(arguments["prices"], arguments["price"] or ())
+    if arguments["objective"] == "cost" and not prices.per_hour:
         raise UsageError("--objective cost needs prices: add --prices FILE, or --price h200=2.5 and so on.")
-    about_job = {parameter.name: asked[parameter.name] for parameter in _JOB}
-    of_plan = {name: asked[name] for name in ("gpus", "headroom", "keep", "free")}
-    request = given.read_request(about_job | of_plan | {"model": asked["for_model"]}, "gpus")
-    _refuse(request, asked)
-    if asked["gpus"] is not None or request.gpus != 1:
-        return int(group_plans().print_cards(request, gpus, prices, asked))
-    steps = steps_of(asked["samples"], asked["steps"], request.job.batch_size)
-    answers = _answers(request, gpus, steps, asked)
-    _print(answers, prices, asked)
+    about_job = {parameter.name: arguments[parameter.name] for parameter in _JOB}
+    of_plan = {name: arguments[name] for name in ("gpus", "headroom", "keep", "free")}
+    request = given.read_request(about_job | of_plan | {"model": arguments["for_model"]}, "gpus")
+    _refuse(request, arguments)
+    if arguments["gpus"] is not None or request.gpus != 1:
+        return int(group_plans().print_cards(request, gpus, prices, arguments))
+    steps = steps_of(arguments["samples"], arguments["steps"], request.job.batch_size)
+    answers = _answers(request, gpus, steps, arguments)
+    _print(answers, prices, arguments)
     given.hand_over(request.flags, answers)
     return 0 if answers.fitting else NothingFits.exit_code
 
 
-def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
+def _refuse(request: Request, arguments: Mapping[str, Any]) -> None:
     """Raise `UsageError` for keys of a job file that do not apply to plans for many GPUs."""
     request.refuse_loop()
-    if _fixed_recipe(request, asked) and (request.keep or request.free):
+    if _fixed_recipe(request, arguments) and (request.keep or request.free):
         raise UsageError(
             "--recipe sets every technique, so --keep and --free have no effect. Leave --recipe out, or the "
             "other two."
@@ -174,36 +179,38 @@ def _refuse(request: Request, asked: Mapping[str, Any]) -> None:
         )
 
 
-def _answers(request: Request, gpus: Sequence[Gpu], steps: int | None, asked: Mapping[str, Any]) -> GpuPlans:
+def _answers(
+    request: Request, gpus: Sequence[Gpu], steps: int | None, arguments: Mapping[str, Any]
+) -> GpuPlans:
     from snugfit.planning.fleet.gpu_plans import GpuPlans
     from snugfit.planning.fleet.search_gpus import plan_gpus
 
-    fixed = _fixed_recipe(request, asked)
+    fixed = _fixed_recipe(request, arguments)
     answers: GpuPlans = request.answer_of(
         plan_gpus,
         GpuPlans,
         gpus,
-        asked,
+        arguments,
         "gpus",
         # For a given GPU and rent per hour, the fastest recipe also costs the least money.
-        objective="speed" if asked["objective"] == "cost" else asked["objective"],
+        objective="speed" if arguments["objective"] == "cost" else arguments["objective"],
         steps=steps,
         start=str(request.recipe) if request.configuration and not fixed else None,
         **({"keep": {technique.slot: technique for technique in fixed}} if fixed else {}),
     )
     plans = tuple(replace(one, doubts=(*one.doubts, *request.doubts)) for one in answers.answers)
     # The requested objective orders the table of GPUs, even if each GPU's search used another.
-    return replace(answers, objective=asked["objective"], answers=plans)
+    return replace(answers, objective=arguments["objective"], answers=plans)
 
 
-def _fixed_recipe(request: Request, asked: Mapping[str, Any]) -> Recipe | None:
+def _fixed_recipe(request: Request, arguments: Mapping[str, Any]) -> Recipe | None:
     """Return the recipe that the user fixed for every GPU; None without one.
 
     The recipe of the user's configuration file is excluded, because a plan only starts from it.
     """
     from snugfit.techniques.recipe import Recipe
 
-    named = asked["recipe"] is not None or (not request.configuration and request.recipe != Recipe())
+    named = arguments["recipe"] is not None or (not request.configuration and request.recipe != Recipe())
     return request.recipe if named else None
 
 
@@ -236,7 +243,7 @@ def _read_prices(file: Path | None, single: Sequence[str]) -> Prices:
 def _document(file: Path) -> dict[Any, Any]:
     from snugfit.user_files import load_json, load_yaml, read_text
 
-    text = read_text(file, what="file of prices")
+    text = read_text(file, noun="file of prices")
     document = (load_json if file.suffix.lower() == ".json" else load_yaml)(text, str(file))
     if not isinstance(document, dict) or not document:
         raise UsageError(f"{file}: no prices in this file. {EXAMPLE}")

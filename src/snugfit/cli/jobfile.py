@@ -32,7 +32,7 @@ from snugfit.training.options import TrainOptions
 from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
 DEEPEST = 3
-_OUTSIDE_THE_JOB: dict[str, type] = {
+_COMMAND_KEYS: dict[str, type] = {
     **dict.fromkeys(
         (
             "recipe",
@@ -66,7 +66,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     """Return the settings in a job file, each of its key's type. Raises `UsageError` that names file and
     line.
     """
-    document = load_yaml(read_text(path, what="job file"), str(path), _Loader)
+    document = load_yaml(read_text(path, noun="job file"), str(path), _Loader)
     if document is None:
         raise UsageError(f"{path}: the file is empty. Write lines such as `model: bert-large-uncased`.")
     if not isinstance(document, dict):
@@ -94,7 +94,7 @@ def kinds() -> dict[str, type]:
     of_job = _kinds_of(Job)
     # Each setting of a job's phases has a key of its own in the file.
     del of_job["phase_settings"]
-    return of_job | phase_keys() | _OUTSIDE_THE_JOB | training_keys()
+    return of_job | phase_keys() | _COMMAND_KEYS | training_keys()
 
 
 @cache
@@ -116,7 +116,7 @@ def _kinds_of(owner: type) -> dict[str, type]:
     return key_types
 
 
-def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
+def settings_from(document: dict[Any, Any], location: str) -> dict[str, Any]:
     """Return the settings of a job file with checked keys and values. Raises `UsageError` that lists all
     unknown keys.
     """
@@ -125,16 +125,16 @@ def settings_from(document: dict[Any, Any], where: str) -> dict[str, Any]:
     wrong = [_unknown(key, value, names.keys) for key, value in document.items() if key not in kinds()]
     if wrong:
         lines = [*wrong, KEYS, *_whose(document)]
-        raise UsageError(f"{where}: " + "\n".join(lines))
-    return {key: _of_kind(kinds()[key], key, value, where) for key, value in document.items()}
+        raise UsageError(f"{location}: " + "\n".join(lines))
+    return {key: _of_kind(kinds()[key], key, value, location) for key, value in document.items()}
 
 
-def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
+def _of_kind(kind: type, key: str, value: Any, location: str) -> Any:
     if value is None and _may_be_none(key):
         return None
     if isinstance(value, str) and kind is not str and _OCTAL.fullmatch(value):
         raise UsageError(
-            f"{where}: {key} is {value}, which YAML reads as octal. Write {int(value.replace('_', ''))}."
+            f"{location}: {key} is {value}, which YAML reads as octal. Write {int(value.replace('_', ''))}."
         )
     # Values such as `vocab_size: 32064` are numbers in YAML.
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
@@ -146,7 +146,7 @@ def _of_kind(kind: type, key: str, value: Any, where: str) -> Any:
         return value
     takes = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
     shown = f"{value!r}" if isinstance(value, str | int | float) else _kind_of(value)
-    raise UsageError(f"{where}: {key} is {shown[:80]}; it must be {takes}.")
+    raise UsageError(f"{location}: {key} is {shown[:80]}; it must be {takes}.")
 
 
 def _may_be_none(key: str) -> bool:

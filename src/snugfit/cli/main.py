@@ -34,11 +34,11 @@ from snugfit.cli.plan import plan
 from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
 from snugfit.cli.predict import predict
 from snugfit.cli.reference import schema, techniques
-from snugfit.cli.streams import forget, keep_libraries_off_stdout, open_all
+from snugfit.cli.streams import keep_libraries_off_stdout, open_all, redirect_to_null
 from snugfit.cli.train import train
 from snugfit.deferred_imports import hasten_import
 from snugfit.documents import only_documents_on_stdout
-from snugfit.errors import SnugfitError, escape_controls, lacks_package, nearest
+from snugfit.errors import SnugfitError, escape_controls, missing_package_message, nearest
 from snugfit.feature_folders import use_plugins
 from snugfit.frontends.one_of_several import COMMAND_LINE, OWN_PROCESS, one_of_several
 from snugfit.techniques.registry import features, hooks
@@ -132,14 +132,14 @@ def run(arguments: Sequence[str]) -> int:
     except _TypingMistake as mistake:
         return _print_mistake(mistake, arguments)
     except ImportError as error:
-        if lacking := lacks_package(" ".join(["snugfit", *arguments[:1]]), error):
+        if lacking := missing_package_message(" ".join(["snugfit", *arguments[:1]]), error):
             return _print_error(lacking, 2)
         raise
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # raised by typer for a broken pipe or completion
         if "_SNUGFIT_COMPLETE" not in os.environ:
-            forget(sys.stdout)
+            redirect_to_null(sys.stdout)
     if code == INTERRUPTED:  # typer returns this exit code after Ctrl-C
         return _print_error("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
@@ -225,16 +225,16 @@ def _print_mistake(mistake: Any, arguments: Sequence[str]) -> int:
     return _print_error(f"{message}{'' if message.endswith('?') else '.'} Try: {path} --help", 2)
 
 
-def _similar_options(given: str, context: Any) -> list[str]:
+def _similar_options(typed: str, context: Any) -> list[str]:
     """Return options with a similar spelling. If there are none, return those that contain such a word, or
     else options of features.
 
     For example, `--length` gives `--sequence-length`.
     """
     options_here = {text for one in context.command.params for text in one.opts}
-    if SHORT_FORMS.get(given) in options_here:
-        return [SHORT_FORMS[given]]
-    name, parameters = given.lstrip("-").replace("_", "-"), context.command.params
+    if SHORT_FORMS.get(typed) in options_here:
+        return [SHORT_FORMS[typed]]
+    name, parameters = typed.lstrip("-").replace("_", "-"), context.command.params
     options = [text[2:] for one in parameters if not one.hidden for text in one.opts if text.startswith("--")]
     if near := nearest(name, options):
         return [f"--{option}" for option in near]

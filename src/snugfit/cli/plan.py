@@ -118,7 +118,7 @@ def plan(
         several |= {"fresh": fresh, "details": details, "form": form, "quiet": quiet}
         return int(group_plans().print_plan(request, several, alone))
     request = _check(request, price)
-    asked = {
+    arguments = {
         "fidelity": fidelity,
         "objective": objective,
         "keep": request.keep,
@@ -128,7 +128,7 @@ def plan(
         "headroom": request.headroom,
         "whole_front": everything,
     }
-    chosen = _plan(request, asked, workers, fresh=fresh)
+    chosen = _plan(request, arguments, workers, fresh=fresh)
     given.hand_over(request.flags, chosen)
     follow_up = request.follow_up if chosen.fits else None
     if form != "json":
@@ -200,7 +200,7 @@ def _check(request: Request, price: float | None) -> Request:
     return request
 
 
-def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
+def _plan(request: Request, arguments: dict[str, Any], workers: int | None, *, fresh: bool) -> Plan:
     """Return the plan, from the cache or from a search. If no recipe fits, it has changes with which one
     would.
     """
@@ -213,7 +213,7 @@ def _plan(request: Request, asked: dict[str, Any], workers: int | None, *, fresh
         memory_bytes=request.memory_bytes,
         workers=workers,
         start=request.recipe if request.configuration else None,
-        **asked,
+        **arguments,
     )
     chosen = replace(chosen, doubts=(*chosen.doubts, *request.doubts))
     for changes in hooks("changes_that_fit"):

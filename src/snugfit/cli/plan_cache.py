@@ -64,7 +64,7 @@ def folder() -> Path:
     return root / "snugfit" / "answers"
 
 
-def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
+def key_of(job: Job, *gpus: Gpu | None, **arguments: Any) -> str | None:
     """Return a digest of all inputs that determine a command's result for these GPUs.
 
     None for a model that exists in this process only, whose results are not cached.
@@ -73,9 +73,9 @@ def key_of(job: Job, *gpus: Gpu | None, **asked: Any) -> str | None:
         return None
     question = {
         "gpus": [gpu.to_json() for gpu in gpus if gpu],
-        "rates": [_rates(gpu, count) for gpu in gpus if gpu for count in asked.get("gpus") or (1,)],
+        "rates": [_rates(gpu, count) for gpu in gpus if gpu for count in arguments.get("gpus") or (1,)],
         "job": job.to_json(),
-        "asked": asked,
+        "asked": arguments,
         "versions": installed_versions(),
         "source": _source(),
     }
@@ -105,24 +105,24 @@ def answer(
     *gpus: Gpu | None,
     fresh: bool,
     first: str = "",
-    **asked: Any,
+    **arguments: Any,
 ) -> _Answer:
-    """Return the result for this job, these GPUs and the arguments `asked`, from the cache or computed.
+    """Return the result for this job, these GPUs and the arguments `arguments`, from the cache or computed.
 
     If none is stored, or with `fresh`, `compute` is called, with its progress shown, and its result is
     stored. `first` is the progress line before any computation.
     """
-    key = key_of(job, *gpus, **asked)
+    key = key_of(job, *gpus, **arguments)
     if key and not fresh and (known := recall(key, read)) is not None:
         return known
     with few_collections(), show_progress(first) as tell:
         new = compute(tell)
     if key:
-        remember(key, new)
+        store_result(key, new)
     return new
 
 
-def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
+def plan(job: Job, *, fresh: bool = False, **arguments: Any) -> Plan:
     """Return the plan of `planning.search.search.plan`, with the command's cache and its progress on stderr.
 
     The arguments are those of that function. A plan that was made before, here or by the command, is read
@@ -133,21 +133,21 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     from snugfit.job.gpu import find_gpu
     from snugfit.job.job import Job
     from snugfit.planning.plan import Plan
-    from snugfit.planning.request import refuse_what_cannot_be_called
+    from snugfit.planning.request import refuse_non_callables
     from snugfit.planning.search import search
 
     known = inspect.signature(search.plan)
-    refuse_what_cannot_be_called(tell=asked.get("tell"), clock=asked.get("clock"))
+    refuse_non_callables(tell=arguments.get("tell"), clock=arguments.get("clock"))
     try:
-        bound = known.bind(job, **asked)
+        bound = known.bind(job, **arguments)
     except TypeError:
-        name = min(asked.keys() - known.parameters.keys())
+        name = min(arguments.keys() - known.parameters.keys())
         takes = ", ".join(list(known.parameters)[1:])
         guess = did_you_mean(name, known.parameters)
         raise UsageError(f"plan takes no {name}.{guess} It takes {takes}.") from None
-    if {"clock", "once"} & asked.keys() or asked.get("gpu") is None or not isinstance(job, Job):
-        return search.plan(job, **asked)
-    gpu = find_gpu(asked["gpu"])
+    if {"clock", "once"} & arguments.keys() or arguments.get("gpu") is None or not isinstance(job, Job):
+        return search.plan(job, **arguments)
+    gpu = find_gpu(arguments["gpu"])
     bound.apply_defaults()
     # These arguments do not change a plan, or the cache's key has them separately.
     left_out = ("job", "gpu", "clock", "once", "tell", "workers")
@@ -156,7 +156,7 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     def search_for(tell: Callable[[str], None]) -> Plan:
         if COMMAND_LINE.get():
             defer_imports()  # only worker processes import torch, to simulate
-        return search.plan(job, **{**asked, "tell": asked.get("tell", tell)})
+        return search.plan(job, **{**arguments, "tell": arguments.get("tell", tell)})
 
     return answer(
         Plan.from_json,
@@ -169,7 +169,7 @@ def plan(job: Job, *, fresh: bool = False, **asked: Any) -> Plan:
     )
 
 
-def remember(key: str, answer: Storable) -> None:
+def store_result(key: str, answer: Storable) -> None:
     """Store a command's result under this key, completely or not at all, and delete old results if the folder
     is too large.
     """

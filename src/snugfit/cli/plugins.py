@@ -55,6 +55,6 @@ def _of_job_files(files: Iterator[str]) -> Iterator[str]:
         from snugfit.user_files import LimitedLoader, load_yaml, read_text
 
         with suppress(SnugfitError):
-            document = load_yaml(read_text(Path(file), what="job file"), file, LimitedLoader)
+            document = load_yaml(read_text(Path(file), noun="job file"), file, LimitedLoader)
             if isinstance(document, dict) and isinstance(text := document.get("plugin"), str):
                 yield from words_in(text)

@@ -158,7 +158,7 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
     from snugfit.cli.plan_cache import answer
     from snugfit.results.prediction import Prediction
 
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "memory_bytes": request.memory_bytes,
         "headroom": request.headroom,
         "loop": request.loop,
@@ -172,7 +172,7 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
         defer_imports()
         for changes in hooks("changes_that_fit"):
             changes().prepare_search(request)
-        return foresee(request.job, recipe, gpu=request.gpu, gpus=request.gpus, **how)
+        return foresee(request.job, recipe, gpu=request.gpu, gpus=request.gpus, **options)
 
     return answer(
         Prediction.from_json,
@@ -185,7 +185,7 @@ def _predict(request: Request, recipe: Recipe, first: str, *, fresh: bool) -> Pr
         recipe=str(recipe),
         # `key_of` includes the GPU's rates for each number of GPUs in this list.
         gpus=[request.gpus],
-        **how,
+        **options,
     )
 
 
@@ -199,7 +199,7 @@ def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Predicti
     from snugfit.cli.plan_cache import answer
     from snugfit.planning.largest import LargestFit, largest
 
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "memory_bytes": request.memory_bytes,
         "headroom": request.headroom,
         "loop": request.loop,
@@ -207,14 +207,14 @@ def _largest(request: Request, of: str, *, quiet: bool, fresh: bool) -> Predicti
     }
     size, prediction = answer(
         LargestFit.from_json,
-        lambda tell: LargestFit(*largest(request.job, request.recipe, gpu=request.gpu, **how)),
+        lambda tell: LargestFit(*largest(request.job, request.recipe, gpu=request.gpu, **options)),
         request.job,
         request.gpu,
         fresh=fresh,
         first=f"predicting {request.job.model.name} at several sizes",
         what="largest",
         recipe=str(request.recipe),
-        **how,
+        **options,
     )
     if not quiet:
         headroom = show_bytes(prediction.headroom_bytes) if prediction.headroom_bytes else "none"

@@ -43,8 +43,8 @@ def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
         return
     with console.status(Text(first or "starting")) as status:
 
-        def tell(what: str) -> None:
-            line = Text(what)
+        def tell(message: str) -> None:
+            line = Text(message)
             line.truncate(console.width - SPINNER, overflow="ellipsis")
             status.update(line)
 
@@ -58,7 +58,7 @@ def _line_of_a_cell(first: str) -> Iterator[Callable[[str], None]]:
 
     line = display({"text/plain": first}, raw=True, display_id=True)
     try:
-        yield lambda what: line.update({"text/plain": what}, raw=True)
+        yield lambda message: line.update({"text/plain": message}, raw=True)
     finally:
         line.update({"text/plain": ""}, raw=True)
 
@@ -69,11 +69,11 @@ def _seldom() -> Callable[[str], None]:
     """
     began, due = time.monotonic(), QUIET
 
-    def tell(what: str) -> None:
+    def tell(message: str) -> None:
         nonlocal due
         passed = time.monotonic() - began
         if passed >= due:
-            print(f"After {passed:.0f} s: {what}", file=sys.stderr, flush=True)
+            print(f"After {passed:.0f} s: {message}", file=sys.stderr, flush=True)
             while due <= passed:
                 due *= 2
 

@@ -120,7 +120,7 @@ class Request:
             has_auto=rest is not None,
             gpu=find_gpu(settings["gpu"]) if "gpu" in settings else None,
             gpus=settings.get("gpus", 1),
-            memory_bytes=parse_bytes(settings["memory"], what="memory") if "memory" in settings else None,
+            memory_bytes=parse_bytes(settings["memory"], quantity="memory") if "memory" in settings else None,
             headroom=settings.get("headroom"),
             keep=settings.get("keep"),
             free=settings.get("free", ()),
@@ -146,30 +146,30 @@ class Request:
             return self
         from snugfit.cli.plan_cache import answer
         from snugfit.job.gpu import find_gpu
-        from snugfit.planning.search.auto import AUTO_ALONE, Resolved, resolve
+        from snugfit.planning.search.auto import AUTO_ALONE, ResolvedRecipe, resolve
 
         if self.gpus != 1:
             raise UsageError(AUTO_ALONE)
         named = self.gpu or (None if self.memory_bytes else local_gpu())
         gpu = None if named is None else find_gpu(named)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "memory_bytes": self.memory_bytes,
             "headroom": self.headroom,
             "loop": self.loop,
             "software": self.software,
         }
-        recipe, why = answer(
-            Resolved.from_json,
-            lambda tell: Resolved(*resolve(self.job, self.recipe, gpu=gpu, **how)),
+        recipe, reason = answer(
+            ResolvedRecipe.from_json,
+            lambda tell: ResolvedRecipe(*resolve(self.job, self.recipe, gpu=gpu, **options)),
             self.job,
             gpu,
             fresh=fresh,
             first=f"searching the recipe for 'auto' with {self.job.model.name}",
             what="auto",
             recipe=str(self.recipe),
-            **how,
+            **options,
         )
-        typer.echo(why, err=True)
+        typer.echo(reason, err=True)
         return replace(self, recipe=recipe, has_auto=False)
 
     def answer_of(
@@ -178,28 +178,28 @@ class Request:
         form: Any,
         kinds: Sequence[Gpu],
         options: Mapping[str, Any],
-        what: str,
-        **asked: Any,
+        progress_label: str,
+        **arguments: Any,
     ) -> Any:
         """Return the result of `search` for the job on these GPU models, cached on disk as a document of the
         class `form`.
 
-        The arguments of a plan come from the request, the command's `options` and `asked`.
+        The arguments of a plan come from the request, the command's `options` and `arguments`.
         """
         from snugfit.cli.plan_cache import answer
 
         of_request = {"keep": self.keep, "free": self.free, "headroom": self.headroom}
-        asked = {"fidelity": options["fidelity"], **of_request, **asked}
-        where = f" on {len(kinds)} GPU models" if len(kinds) > 1 else ""
+        arguments = {"fidelity": options["fidelity"], **of_request, **arguments}
+        suffix = f" on {len(kinds)} GPU models" if len(kinds) > 1 else ""
         return answer(
             form.from_json,
-            lambda tell: search(self.job, kinds, workers=options["workers"], tell=tell, **asked),
+            lambda tell: search(self.job, kinds, workers=options["workers"], tell=tell, **arguments),
             self.job,
             *kinds,
             fresh=options["fresh"],
-            first=f"planning {self.job.model.name}{where}",
-            what=what,
-            **asked,
+            first=f"planning {self.job.model.name}{suffix}",
+            what=progress_label,
+            **arguments,
         )
 
     @property
@@ -208,7 +208,7 @@ class Request:
         return tuple(self.configuration.doubts) if self.configuration else ()
 
     @property
-    def stands_for_another(self) -> bool:
+    def uses_similar_preset(self) -> bool:
         """True if the named model is unknown, and a preset with the same sizes is used instead."""
         from snugfit.job.find import preset_named
 
@@ -329,8 +329,10 @@ def _rows(model: Model, text: str) -> int:
     """
     match = re.fullmatch(r"(x?)([1-9]\d{0,7})", text)
     if match is None or not model.vocabulary:
-        why = "a whole number of rows, or x64 for a multiple" if model.vocabulary else "for models of tokens"
-        raise UsageError(f"vocab size is {text!r}; it must be {why}.")
+        reason = (
+            "a whole number of rows, or x64 for a multiple" if model.vocabulary else "for models of tokens"
+        )
+        raise UsageError(f"vocab size is {text!r}; it must be {reason}.")
     number = int(match[2])
     return -(-model.vocabulary // number) * number if match[1] else number
 
@@ -386,11 +388,11 @@ def _without_effect(own: Mapping[str, Any], request: Request) -> Iterator[str]:
     """Yield the user's `own` settings, and the techniques of the recipe, that have no effect in the job's
     phase.
     """
-    from snugfit.job.job import OF_UPDATES
+    from snugfit.job.job import UPDATE_FIELDS
     from snugfit.techniques.recipe import unused_slots
 
     unused = unused_slots(request.job)
-    yield from () if request.job.trains else (key.replace("_", " ") for key in OF_UPDATES if key in own)
+    yield from () if request.job.trains else (key.replace("_", " ") for key in UPDATE_FIELDS if key in own)
     yield from (str(one) for one in request.recipe if one.slot in unused and not one.plain)
 
 

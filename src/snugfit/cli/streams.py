@@ -72,7 +72,7 @@ class StandardOutput(io.TextIOWrapper):
             self._give_up(refusal)
 
     def _give_up(self, refusal: OSError) -> None:
-        forget(self)
+        redirect_to_null(self)
         if isinstance(refusal, BrokenPipeError):
             raise refusal from None
         raise SnugfitError(
@@ -84,10 +84,10 @@ class StandardError(StandardOutput):
     """The stderr stream, which continues without a reader: text that cannot be written there is lost."""
 
     def _give_up(self, refusal: OSError) -> None:
-        forget(self)
+        redirect_to_null(self)
 
 
-def forget(stream: TextIO) -> None:
+def redirect_to_null(stream: TextIO) -> None:
     """Redirect a broken stream to /dev/null, so that no later flush fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
@@ -115,7 +115,7 @@ def keep_libraries_off_stdout() -> None:
     logging.getLogger("DeepSpeed").addFilter(_TO_STDERR)
 
 
-def say_last(text: str) -> None:
+def print_outcome(text: str) -> None:
     """Print the outcome of a command. A failed write is ignored, because the exit code reports the outcome
     too.
     """

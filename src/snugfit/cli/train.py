@@ -17,7 +17,7 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.cli.request import Request
-from snugfit.cli.streams import say_last
+from snugfit.cli.streams import print_outcome
 from snugfit.errors import NothingFits, UsageError
 from snugfit.frontends.one_of_several import COMMAND_LINE, is_started_again
 from snugfit.measurement.target import gpu_here
@@ -112,13 +112,13 @@ def train(
     _refuse(request)
     # Comes before the search, because `auto` is refused for several processes.
     processes = _processes(request, gpus)
-    asked = request.training
-    request = request.with_least(lambda: gpu_here(asked.get("device")))
-    options = _options(asked)
-    logged, how = options_of(options).logging_steps, options | _run_arguments(request)
+    arguments = request.training
+    request = request.with_least(lambda: gpu_here(arguments.get("device")))
+    options = _options(arguments)
+    logged, run_options = options_of(options).logging_steps, options | _run_arguments(request)
     if dry_run:
-        how["ranks"] = Ranks(size=processes)
-        run_here = make_run(request.job, request.recipe, _require(asked, "dataset"), **how)
+        run_options["ranks"] = Ranks(size=processes)
+        run_here = make_run(request.job, request.recipe, _require(arguments, "dataset"), **run_options)
         return _show_run(request, run_here, _start(run_here.folder, resume_from_checkpoint, restart=restart))
     if processes > 1 and world() is None:
         return _launch(request, processes)
@@ -128,36 +128,36 @@ def train(
         trained = run(
             request.job,
             request.recipe,
-            _require(asked, "dataset"),
+            _require(arguments, "dataset"),
             restart=restart,
             resume_from_checkpoint=resume_from_checkpoint,
             foresee=not no_predict,
             watch=shown,
-            **how,
+            **run_options,
         )
-    say_last(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
+    print_outcome(f"{trained.outcome} after step {trained.step:,}: {trained.folder}")
     return trained.exit_code
 
 
-def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the training run that were given, by name."""
     from snugfit.training.options import TrainOptions
 
-    return {field.name: asked[field.name] for field in fields(TrainOptions) if field.name in asked}
+    return {field.name: arguments[field.name] for field in fields(TrainOptions) if field.name in arguments}
 
 
 def _run_arguments(request: Request) -> dict[str, Any]:
     """Return the arguments of `snugfit.train` from a request, without the data."""
-    asked = request.training
+    arguments = request.training
     return {
-        "output_dir": _require(asked, "output_dir"),
-        "evaluation": asked.get("eval_dataset"),
-        "tokenizer": asked.get("tokenizer") or _own_folder(request),
-        "processor": asked.get("processor"),
-        "columns": _columns(asked.get("columns")),
-        "pack": asked.get("pack", False),
+        "output_dir": _require(arguments, "output_dir"),
+        "evaluation": arguments.get("eval_dataset"),
+        "tokenizer": arguments.get("tokenizer") or _own_folder(request),
+        "processor": arguments.get("processor"),
+        "columns": _columns(arguments.get("columns")),
+        "pack": arguments.get("pack", False),
         "weights": _weights(request),
-        "device": asked.get("device"),
+        "device": arguments.get("device"),
     }
 
 
@@ -197,8 +197,8 @@ def _show_run(request: Request, run: Run, start: Path | None) -> int:
     job, order = run.job, run.order(1)
     steps, weights = run.steps(order), f"the weights in {run.weights}" if run.weights else "random weights"
     gpu = request.gpu or gpu_here(str(run.device))
-    where = str(run.device) if not run.ranks.are_many else f"{run.ranks.size} times {run.device.type}"
-    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {where}")
+    device = str(run.device) if not run.ranks.are_many else f"{run.ranks.size} times {run.device.type}"
+    typer.echo(f"would train {job.model.name}, {job.task.value}, under {run.recipe} on {device}")
     typer.echo(
         f"{steps:,} steps of {job.batch_size:,} samples, {steps / order.steps_per_epoch:.3g} epochs over "
         f"{len(run.data.samples):,}; starts from {start or weights}; writes into {run.folder}"
@@ -271,12 +271,14 @@ def _processes(request: Request, gpus: int | None) -> int:
     return processes
 
 
-def _require(asked: Mapping[str, Any], key: str) -> str:
-    if not asked.get(key):
+def _require(arguments: Mapping[str, Any], key: str) -> str:
+    if not arguments.get(key):
         option = f"--{key.replace('_', '-')}"
-        what = {"dataset": "Nothing to train on", "output_dir": "No folder for checkpoints and journal"}[key]
-        raise UsageError(f"{what}: add {option}, or `{key}:` to the job file.")
-    return str(asked[key])
+        problem = {"dataset": "Nothing to train on", "output_dir": "No folder for checkpoints and journal"}[
+            key
+        ]
+        raise UsageError(f"{problem}: add {option}, or `{key}:` to the job file.")
+    return str(arguments[key])
 
 
 def _weights(request: Request) -> str | None:
@@ -287,15 +289,15 @@ def _weights(request: Request) -> str | None:
     """
     from snugfit.frontends.own import RANDOM
 
-    asked = request.training
-    weights: str | None = asked.get("weights")
-    if asked.get("from_scratch"):
+    arguments = request.training
+    weights: str | None = arguments.get("weights")
+    if arguments.get("from_scratch"):
         if weights not in (None, RANDOM):
             raise UsageError(
                 f"--from-scratch means random weights, but weights is {weights}. Leave one of them out."
             )
         return RANDOM
-    return weights or (request.model_name if request.stands_for_another else None)
+    return weights or (request.model_name if request.uses_similar_preset else None)
 
 
 def _own_folder(request: Request) -> str | None:

@@ -29,12 +29,16 @@ class RecipeComparison(JsonDocument, Tabular):
 
         Without predicted seconds, it is the recipe with the least memory.
         """
-        candidates = [one for one in self.predictions if one.fits is not False]
-        candidates = [one for one in candidates if not one.tight] or candidates
+        candidates = [prediction for prediction in self.predictions if prediction.fits is not False]
+        candidates = [prediction for prediction in candidates if not prediction.tight] or candidates
         # `all` is True without candidates too; `min` then returns its default.
-        if all(one.timing for one in candidates):
-            return min(candidates, key=lambda one: one.timing.step_seconds if one.timing else 0, default=None)
-        return min(candidates, key=lambda one: one.needed_bytes)
+        if all(prediction.timing for prediction in candidates):
+            return min(
+                candidates,
+                key=lambda prediction: prediction.timing.step_seconds if prediction.timing else 0,
+                default=None,
+            )
+        return min(candidates, key=lambda prediction: prediction.needed_bytes)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one row for each recipe, with the bytes of each category (weights, activations, ...) at its
@@ -42,18 +46,20 @@ class RecipeComparison(JsonDocument, Tabular):
 
         A category that only other recipes have is 0.
         """
-        kinds = dict.fromkeys((str(line.kind) for one in self.predictions for line in one.anatomy.kinds), 0)
+        kinds = dict.fromkeys(
+            (str(line.kind) for prediction in self.predictions for line in prediction.anatomy.kinds), 0
+        )
         return [
             {
-                "recipe": str(one.recipe),
-                "needed_bytes": one.needed_bytes,
-                "difference_bytes": one.needed_bytes - self.predictions[0].needed_bytes,
-                "fits": one.fits,
-                **{name: getattr(one.speed, name, None) for name in SPEED_FIELDS},
+                "recipe": str(prediction.recipe),
+                "needed_bytes": prediction.needed_bytes,
+                "difference_bytes": prediction.needed_bytes - self.predictions[0].needed_bytes,
+                "fits": prediction.fits,
+                **{name: getattr(prediction.speed, name, None) for name in SPEED_FIELDS},
                 **kinds,
-                **{str(line.kind): line.bytes for line in one.anatomy.kinds},
+                **{str(line.kind): line.bytes for line in prediction.anatomy.kinds},
             }
-            for one in self.predictions
+            for prediction in self.predictions
         ]
 
     def derived_keys(self) -> dict[str, Any]:

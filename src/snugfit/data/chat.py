@@ -44,29 +44,29 @@ conversations get `ALL_WORDS`."""
 NO_TOOLS = "The column 'tools' is ignored: conversations are written without tools."
 
 
-def conversation_of(value: Any, where: str) -> Chat:
+def conversation_of(value: Any, location: str) -> Chat:
     """Return the messages of the conversation in a row's value. Raises `UsageError` for a value that is no
     list of messages.
     """
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
-        what = "nothing (null)" if value is None else f"{value!r:.60}"
+        shown = "nothing (null)" if value is None else f"{value!r:.60}"
         raise UsageError(
-            f'{where}: a conversation must be a list of messages, {{"role": "user", "content": '
-            f'"..."}}, not {what}.'
+            f'{location}: a conversation must be a list of messages, {{"role": "user", "content": '
+            f'"..."}}, not {shown}.'
         )
-    return [_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1)]
+    return [_message(item, f"{location}, message {number}") for number, item in enumerate(value, start=1)]
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], location: str) -> dict[str, Any]:
     if "from" in message and "value" in message and "role" not in message:
         if message["from"] not in SHAREGPT:
             raise UsageError(
-                f"{where}: from {message['from']!r:.40}; it must be one of {', '.join(SHAREGPT)}."
+                f"{location}: from {message['from']!r:.40}; it must be one of {', '.join(SHAREGPT)}."
             )
         message = {"role": SHAREGPT[message["from"]], "content": message["value"]}
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise UsageError(
-            f"{where}: it has {', '.join(map(repr, message))}; a message needs a role and a content. "
+            f"{location}: it has {', '.join(map(repr, message))}; a message needs a role and a content. "
             "Add them, or remove the row."
         )
     content = message["content"]
@@ -75,7 +75,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         return dict(message)
     return {
         **message,
-        "content": content if isinstance(content, list) else as_text(content, where, "content"),
+        "content": content if isinstance(content, list) else as_text(content, location, "content"),
     }
 
 
@@ -95,15 +95,15 @@ def marks_the_assistant(tokenizer: Any) -> bool:
     return bool(_MARKED.search(template)) and bool(getattr(tokenizer, "is_fast", False))
 
 
-def chat_tokens(tokenizer: Any, chats: Sequence[Chat], where: Sequence[str]) -> list[ChatTokens]:
-    """Return the tokens of each conversation; `where` has the file and line of each one, for error
+def chat_tokens(tokenizer: Any, chats: Sequence[Chat], locations: Sequence[str]) -> list[ChatTokens]:
+    """Return the tokens of each conversation; `locations` has the file and line of each one, for error
     messages.
     """
     marked = marks_the_assistant(tokenizer)
     try:
         encoding = _apply(tokenizer, list(chats), marked)
     except Exception as error:  # the error names no conversation, so each is tried alone
-        for chat, of in zip(chats, where, strict=True):
+        for chat, of in zip(chats, locations, strict=True):
             _apply_alone(tokenizer, chat, of, marked)
         raise UsageError(
             f"The chat template fails ({one_line(error)}). Correct it in the tokenizer's folder "
@@ -122,11 +122,11 @@ def _apply(tokenizer: Any, chats: list[Chat], marked: bool) -> Any:
     )
 
 
-def _apply_alone(tokenizer: Any, chat: Chat, where: str, marked: bool) -> None:
+def _apply_alone(tokenizer: Any, chat: Chat, location: str, marked: bool) -> None:
     try:
         _apply(tokenizer, [chat], marked)
     except Exception as error:
         raise UsageError(
-            f"{where}: the chat template refuses this conversation ({one_line(error)}). Correct this "
+            f"{location}: the chat template refuses this conversation ({one_line(error)}). Correct this "
             "row, or remove it."
         ) from error

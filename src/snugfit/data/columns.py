@@ -115,12 +115,12 @@ def _only_text(rows: Rows) -> str | None:
 
 
 def _label_column(rows: Rows, task: Task, usual: Form) -> str | None:
-    asked = rows.named.get("label", rows.named.get("labels"))
-    if asked and not usual:
+    named_column = rows.named.get("label", rows.named.get("labels"))
+    if named_column and not usual:
         raise UsageError(
-            f"columns: {task} uses no labels: it learns from the text itself. Leave {asked!r} out."
+            f"columns: {task} uses no labels: it learns from the text itself. Leave {named_column!r} out."
         )
-    label = asked or next((column for column in usual if column in rows.columns), None)
+    label = named_column or next((column for column in usual if column in rows.columns), None)
     if label is None and task not in (Task.CAUSAL_LM, Task.MASKED_LM) and usual:
         raise UsageError(
             f"{rows.source}: which column is the label? {rows.column_list('label')} Name it:"

@@ -35,7 +35,7 @@ Numbered = Sequence[tuple[int, Row]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedRow:
     """The token ids and labels of one row."""
 
     ids: list[int]
@@ -75,7 +75,7 @@ class Encoder:
         """Largest number of tokens of an input. None packs texts: nothing is truncated, and the end token
         closes each text."""
 
-    def __iter__(self) -> Iterator[Encoded]:
+    def __iter__(self) -> Iterator[EncodedRow]:
         encoders = {
             "input_ids": self._token_ids,
             "tokens": self._words,
@@ -91,15 +91,15 @@ class Encoder:
 
     # ---- one method for each form of input --------------------------------------------------------------
 
-    def _texts(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _texts(self, chunk: Numbered) -> Iterator[EncodedRow]:
         texts = self._strings(chunk, "text")
         pairs = self._strings(chunk, "text_pair") if "text_pair" in self.columns else None
         for (index, row), tokens in zip(chunk, self._tokenize(texts, pairs, limit=self.limit), strict=True):
             ids = tokens.ids if self.limit is not None else self._with_end(tokens.ids)
             label = self._label_of_sequence(row, index)
-            yield Encoded(ids=ids, row_labels=label, types=tokens.types if pairs else None, cut=tokens.cut)
+            yield EncodedRow(ids=ids, row_labels=label, types=tokens.types if pairs else None, cut=tokens.cut)
 
-    def _words(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _words(self, chunk: Numbered) -> Iterator[EncodedRow]:
         lists = [self._list_of_words(row, index) for index, row in chunk]
         tokenized = self._tokenize(lists, limit=self.limit, words=True)
         for (index, row), words, tokens in zip(chunk, lists, tokenized, strict=True):
@@ -107,21 +107,21 @@ class Encoder:
             if not isinstance(labels, list) or len(labels) != len(words):
                 count = len(labels) if isinstance(labels, list) else "no list of"
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(words)} words and {count} labels. Give one label "
+                    f"{self.rows.location(index)}: {len(words)} words and {count} labels. Give one label "
                     "for each word."
                 )
             firsts = [
                 IGNORED if word is None or word == before else word
                 for before, word in pairwise([None, *tokens.words])
             ]
-            yield Encoded(ids=tokens.ids, labels=firsts, row_labels=labels, cut=tokens.cut)
+            yield EncodedRow(ids=tokens.ids, labels=firsts, row_labels=labels, cut=tokens.cut)
 
-    def _chats(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _chats(self, chunk: Numbered) -> Iterator[EncodedRow]:
         column = self.columns["messages"]
-        where = [self.rows.where(index) for index, _ in chunk]
+        location = [self.rows.location(index) for index, _ in chunk]
         values = [self.rows.value(row, column, index) for index, row in chunk]
-        chats = [conversation_of(value, of) for value, of in zip(values, where, strict=True)]
-        for chat in chat_tokens(self._needed_tokenizer().of_transformers, chats, where):
+        chats = [conversation_of(value, of) for value, of in zip(values, location, strict=True)]
+        for chat in chat_tokens(self._needed_tokenizer().of_transformers, chats, location):
             labels = None
             if chat.assistant is not None:
                 labels = [
@@ -130,35 +130,35 @@ class Encoder:
                 ]
             yield self._cut(chat.ids, labels)
 
-    def _prompts(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _prompts(self, chunk: Numbered) -> Iterator[EncodedRow]:
         prompts = self._strings(chunk, "prompt")
         completions = self._strings(chunk, "completion")
         # The tokens at the boundary depend on both texts, so prompt and completion are tokenized together.
-        joined = [one + other for one, other in zip(prompts, completions, strict=True)]
+        joined = [text + other for text, other in zip(prompts, completions, strict=True)]
         alone = self._tokenize(prompts, limit=None)
         for prompt, both in zip(alone, self._tokenize(joined, limit=None), strict=True):
             ids = self._with_end(both.ids)
             shared = _common_prefix(prompt.ids, ids)
             yield self._cut(ids, [IGNORED] * shared + ids[shared:])
 
-    def _targets(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _targets(self, chunk: Numbered) -> Iterator[EncodedRow]:
         sources = self._tokenize(self._strings(chunk, "source"), limit=self.limit)
         targets = self._tokenize(targets=self._strings(chunk, "target"), limit=self.job.target_length)
         for source, target in zip(sources, targets, strict=True):
-            yield Encoded(ids=source.ids, labels=target.ids, cut=source.cut + target.cut)
+            yield EncodedRow(ids=source.ids, labels=target.ids, cut=source.cut + target.cut)
 
-    def _token_ids(self, chunk: Numbered) -> Iterator[Encoded]:
+    def _token_ids(self, chunk: Numbered) -> Iterator[EncodedRow]:
         return (self._checked_ids(row, index) for index, row in chunk)
 
-    def _checked_ids(self, row: Row, index: int) -> Encoded:
+    def _checked_ids(self, row: Row, index: int) -> EncodedRow:
         """Return the row's own token ids, labels and types, without the padded positions."""
         ids = self._numbers(row, self.columns["input_ids"], index)
-        if late := [name for name in _BESIDE if name in row and name not in self.rows.columns]:
+        if late := [name for name in _TOKEN_MASKS if name in row and name not in self.rows.columns]:
             raise UsageError(
-                f"{self.rows.where(index)}: it has {late[0]!r}, but the first row does not. Give it in "
+                f"{self.rows.location(index)}: it has {late[0]!r}, but the first row does not. Give it in "
                 "all rows, or in none."
             )
-        beside = {name: self._numbers(row, name, index) for name in _BESIDE if name in self.rows.columns}
+        beside = {name: self._numbers(row, name, index) for name in _TOKEN_MASKS if name in self.rows.columns}
         labels = None
         if "label" in self.columns and self.job.task is not Task.SEQUENCE_CLASSIFICATION:
             labels = self._numbers(row, self.columns["label"], index)
@@ -168,7 +168,7 @@ class Encoder:
         for name, numbers in beside.items():
             if len(numbers) != len(ids):
                 raise UsageError(
-                    f"{self.rows.where(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
+                    f"{self.rows.location(index)}: {len(ids)} input_ids and {len(numbers)} {name}; each "
                     "token needs one. Correct this row, or remove it."
                 )
         # Padding tokens are dropped, because the collate function pads each batch.
@@ -181,7 +181,7 @@ class Encoder:
             cut_beside["labels"] = labels[: self.job.target_length]
             cut += len(labels) - len(cut_beside["labels"])
         ids = [ids[position] for position in keep]
-        return Encoded(
+        return EncodedRow(
             ids=ids if self.limit is not None else self._with_end(ids),
             labels=cut_beside.get("labels"),
             row_labels=self._label_of_sequence(row, index),
@@ -189,10 +189,10 @@ class Encoder:
             cut=cut,
         )
 
-    def _cut(self, ids: list[int], labels: list[int] | None) -> Encoded:
+    def _cut(self, ids: list[int], labels: list[int] | None) -> EncodedRow:
         """Return the first `limit` tokens with their labels, and the number of tokens that were cut."""
         first = ids[: self.limit]
-        return Encoded(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
+        return EncodedRow(ids=first, labels=labels and labels[: self.limit], cut=len(ids) - len(first))
 
     def _tokenize(self, *texts: Any, **more: Any) -> list[Tokens]:
         return self._needed_tokenizer().tokens(*texts, **more)
@@ -223,9 +223,9 @@ class Encoder:
         words = self.rows.value(row, column, index)
         if not isinstance(words, list):
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} is {words!r:.40}; it must be a list of words."
+                f"{self.rows.location(index)}: {column!r} is {words!r:.40}; it must be a list of words."
             )
-        return [as_text(word, self.rows.where(index), column) for word in words]
+        return [as_text(word, self.rows.location(index), column) for word in words]
 
     def _numbers(self, row: Row, column: str, index: int) -> list[int]:
         import numpy as np
@@ -237,29 +237,29 @@ class Encoder:
             numbers = np.asarray(None)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
+                f"{self.rows.location(index)}: {column!r} is {value!r:.40}; it must be a list of numbers."
             )
         # `Ragged` stores integers of 32 bits.
-        if numbers.size and not -_MOST <= numbers.min() <= numbers.max() < _MOST:
+        if numbers.size and not -_MAX_TOKEN_ID <= numbers.min() <= numbers.max() < _MAX_TOKEN_ID:
             raise UsageError(
-                f"{self.rows.where(index)}: {column!r} contains {numbers.max()}, which is not a token. "
+                f"{self.rows.location(index)}: {column!r} contains {numbers.max()}, which is not a token. "
                 "Tokens are whole numbers from 0."
             )
         checked: list[int] = numbers.tolist()
         return checked
 
 
-_BESIDE = ("attention_mask", "token_type_ids")
-_MOST = 1 << 31
+_TOKEN_MASKS = ("attention_mask", "token_type_ids")
+_MAX_TOKEN_ID = 1 << 31
 
 
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix(first: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences.
 
     The last tokens of a prompt alone may differ from those of the prompt with its completion. The completion
     begins at the first difference.
     """
     return next(
-        (position for position, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
+        (position for position, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),
     )

@@ -19,7 +19,7 @@ Sample = dict[str, Any]
 """The type of a sample: a mapping with `input_ids` and `labels`, or `pixel_values` and `label`, ..."""
 
 
-class Indexed(Sequence[T_co]):
+class ComputedSequence(Sequence[T_co]):
     """Base class of sequences that compute an item on access; subclasses define the length and the item at a
     valid index."""
 
@@ -48,7 +48,7 @@ class Indexed(Sequence[T_co]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class IndexedSamples(Indexed[Sample]):
+class IndexedSamples(ComputedSequence[Sample]):
     """Base class of datasets of N samples, which may differ from epoch to epoch; picklable and without
     state."""
 

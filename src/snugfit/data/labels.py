@@ -27,7 +27,7 @@ _KINDS = {int: "a number", str: "text"}
 
 
 def class_numbers(
-    values: Sequence[Any], where: Where, *, labels: int, names: Sequence[str] = (), ignored: bool = False
+    values: Sequence[Any], location: Where, *, labels: int, names: Sequence[str] = (), ignored: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the class number of each of N values, (N) of int64, and the names of the classes.
 
@@ -36,15 +36,15 @@ def class_numbers(
     """
     import numpy as np
 
-    known = [_number_or_name(_scalar(value), where, index) for index, value in enumerate(values)]
-    names = _names(known, where, tuple(names), labels)
+    known = [_number_or_name(_scalar(value), location, index) for index, value in enumerate(values)]
+    names = _names(known, location, tuple(names), labels)
     number_of = {name: number for number, name in enumerate(names)}
     if any(type(value) is str for value in known) and not names:  # these are numbers as text
         known = [int(value) for value in known]
     for index, value in enumerate(known):
         if type(value) is str and value not in number_of:
             raise UsageError(
-                f"{where(index)}: label {value!r} is not one of "
+                f"{location(index)}: label {value!r} is not one of "
                 f"{', '.join(names[:12])}{', ...' if len(names) > 12 else ''}.{did_you_mean(value, names)} "
                 "These are the classes of the training data. Correct the label, or add a sample of it there."
             )
@@ -53,35 +53,35 @@ def class_numbers(
     for index, value in enumerate(classes):
         if abs(value) > most:
             raise UsageError(
-                f"{where(index)}: label {_bit_count(value)}; {_class_range(labels)} Correct the label."
+                f"{location(index)}: label {_bit_count(value)}; {_class_range(labels)} Correct the label."
             )
     numbers = np.array(classes, dtype=np.int64)
-    _refuse_out_of_range(numbers, where, labels, ignored)
+    _refuse_out_of_range(numbers, location, labels, ignored)
     return numbers, names or tuple(str(number) for number in range(labels))
 
 
-def one_order(given: Sequence[str], own: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names of the classes in the order of their numbers, from `given` or the dataset's `own`.
-    Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
+def one_order(named: Sequence[str], in_dataset: Sequence[str], source: str) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their numbers, from `named`, or `in_dataset` of the
+    dataset. Raises `UsageError` if the two disagree: the dataset's numbers would mean other classes.
     """
     # Class names of a training split may be the numbers themselves. They contradict no order.
-    numbers = tuple(str(number) for number in range(len(given)))
-    if given and own and tuple(given) not in (tuple(own), numbers):
+    numbers = tuple(str(number) for number in range(len(named)))
+    if named and in_dataset and tuple(named) not in (tuple(in_dataset), numbers):
         raise UsageError(
-            f"{source}: its classes are {', '.join(own[:8])}, in this order, but the training data has "
-            f"{', '.join(given[:8])}. Use the same order in both splits (datasets: cast_column)."
+            f"{source}: its classes are {', '.join(in_dataset[:8])}, in this order, but the training data "
+            f"has {', '.join(named[:8])}. Use the same order in both splits (datasets: cast_column)."
         )
-    return tuple(given) or tuple(own)
+    return tuple(named) or tuple(in_dataset)
 
 
-def regression_values(values: Sequence[Any], where: Where) -> np.ndarray:
+def regression_values(values: Sequence[Any], location: Where) -> np.ndarray:
     """Return the targets of a regression, (N) of fp32. Raises `UsageError` for a value that is no finite
     number.
     """
     import numpy as np
 
     return np.array(
-        [_finite(_scalar(value), where, index) for index, value in enumerate(values)], dtype=np.float32
+        [_finite(_scalar(value), location, index) for index, value in enumerate(values)], dtype=np.float32
     )
 
 
@@ -90,20 +90,20 @@ def _scalar(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def _finite(value: Any, where: Where, index: int) -> float:
+def _finite(value: Any, location: Where, index: int) -> float:
     try:
         number = float(value) if isinstance(value, Real | str) else math.nan
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
         raise UsageError(
-            f"{where(index)}: label {value!r:.40} is not a finite number. A job with one label is a "
+            f"{location(index)}: label {value!r:.40} is not a finite number. A job with one label is a "
             "regression; for classes set labels to 2 or more."
         )
     return number
 
 
-def _number_or_name(value: Any, where: Where, index: int) -> int | str:
+def _number_or_name(value: Any, location: Where, index: int) -> int | str:
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, Integral):
@@ -116,44 +116,45 @@ def _number_or_name(value: Any, where: Where, index: int) -> int | str:
     elif isinstance(value, list):
         hint = " Several labels per sample are not supported."
     raise UsageError(
-        f"{where(index)}: label {value!r:.40} is neither the number nor the name of a class.{hint}"
+        f"{location(index)}: label {value!r:.40} is neither the number nor the name of a class.{hint}"
     )
 
 
-def _names(known: list[int | str], where: Where, given: tuple[str, ...], labels: int) -> tuple[str, ...]:
+def _names(known: list[int | str], location: Where, named: tuple[str, ...], labels: int) -> tuple[str, ...]:
     """Return the class names in the order of their numbers: given ones, or the labels' names in alphabetical
     order. Empty if all labels are numbers.
     """
     # In reverse order, so that the dict keeps the first index of each type.
     kinds = {type(value): index for index, value in reversed(list(enumerate(known)))}
     if len(kinds) > 1:
-        (one, first), (other, second) = sorted(kinds.items(), key=lambda kind: kind[1])
+        (one, first), (last, second) = sorted(kinds.items(), key=lambda kind: kind[1])
         raise UsageError(
-            f"{where(first)}: its label is {_KINDS[one]}, and that of {where(second)} is {_KINDS[other]}. "
+            f"{location(first)}: its label is {_KINDS[one]}, and that of {location(second)} is "
+            f"{_KINDS[last]}. "
             "Labels must be all numbers or all names."
         )
-    if len(given) > labels:
+    if len(named) > labels:
         raise UsageError(
-            f"The dataset has {len(given)} classes "
-            f"({', '.join(given[:8])}{', ...' if len(given) > 8 else ''}), but the job has {labels} "
-            f"labels. Set labels: {len(given)}."
+            f"The dataset has {len(named)} classes "
+            f"({', '.join(named[:8])}{', ...' if len(named) > 8 else ''}), but the job has {labels} "
+            f"labels. Set labels: {len(named)}."
         )
-    if given or str not in kinds:
-        return given
+    if named or str not in kinds:
+        return named
     words = [str(value) for value in known]
     if all(_WHOLE.fullmatch(word) for word in words):
         return ()
     names = sorted(set(words))
     if len(names) > labels:
         raise UsageError(
-            f"{where(words.index(names[labels]))}: there are {len(names)} different labels "
+            f"{location(words.index(names[labels]))}: there are {len(names)} different labels "
             f"({', '.join(names[:8])}{', ...' if len(names) > 8 else ''}), but the job has {labels}. Set "
             f"labels: {len(names)}."
         )
     return tuple(names)
 
 
-def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored: bool) -> None:
+def _refuse_out_of_range(numbers: np.ndarray, location: Where, labels: int, ignored: bool) -> None:
     import numpy as np
 
     wrong = (numbers < 0) | (numbers >= labels)
@@ -169,7 +170,7 @@ def _refuse_out_of_range(numbers: np.ndarray, where: Where, labels: int, ignored
     # These labels are numbered from 1, not from 0.
     elif most == labels and int(numbers[~wrong].min(initial=most)) > 0:
         hint = f" Classes count from 0. Subtract 1 from each label, or set labels: {most + 1}."
-    raise UsageError(f"{where(index)}: label {number}; {_class_range(labels)}{hint}")
+    raise UsageError(f"{location(index)}: label {number}; {_class_range(labels)}{hint}")
 
 
 def _class_range(labels: int) -> str:

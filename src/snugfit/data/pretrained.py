@@ -17,7 +17,7 @@ from snugfit.errors import UsageError, one_line
 def load_pretrained(
     name_or_folder: str | os.PathLike[str],
     load: Callable[..., Any],
-    what: str,
+    noun: str,
     *,
     word: str,
     patterns: Sequence[str],
@@ -26,7 +26,7 @@ def load_pretrained(
     """Return the result of `load` for the name or folder. Raises `UsageError` if nothing can be loaded from
     it.
 
-    `what` and `word` name the object in error messages, and `file` is the usual file in its folder. A folder
+    `noun` and `word` name the object in error messages, and `file` is the usual file in its folder. A folder
     is accepted if it has a file that matches one of the `patterns`.
     """
     from huggingface_hub import constants
@@ -35,7 +35,7 @@ def load_pretrained(
     folder = Path(name)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         raise UsageError(
-            f"{folder}: this folder has no {what} ({file}). {word}.save_pretrained({name!r}) writes one."
+            f"{folder}: this folder has no {noun} ({file}). {word}.save_pretrained({name!r}) writes one."
         )
     if not folder.is_dir() and (folder.exists() or name.startswith((".", "/"))):
         raise UsageError(
@@ -50,9 +50,9 @@ def load_pretrained(
         cure = f"Give a folder with a {file}"
         if not folder.is_dir():
             raise UsageError(
-                f"No folder {name!r}, and the local cache of the hub has no {what} of that name (no request "
+                f"No folder {name!r}, and the local cache of the hub has no {noun} of that name (no request "
                 f"goes to the hub). {cure}."
             ) from None
         raise UsageError(
-            f"{name}: transformers cannot load its {what} ({one_line(error, 300)}). {cure}."
+            f"{name}: transformers cannot load its {noun} ({one_line(error, 300)}). {cure}."
         ) from None

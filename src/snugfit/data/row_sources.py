@@ -66,7 +66,7 @@ class DatasetRows(Rows):
             row: Row = self._dataset[index]
         except Exception as error:  # arrow and its decoders raise many types
             raise UsageError(
-                f"{self.where(index)}: the datasets library cannot read this ({one_line(error)}). "
+                f"{self.location(index)}: the datasets library cannot read this ({one_line(error)}). "
                 "Correct this row, or remove it."
             ) from error
         return row
@@ -166,7 +166,7 @@ class ParquetRows(Rows):
         )
         return rows
 
-    def _read(self, read: Callable[[Any], Any], what: str) -> Any:
+    def _read(self, read: Callable[[Any], Any], noun: str) -> Any:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
@@ -175,7 +175,7 @@ class ParquetRows(Rows):
                 return read(file)
         except ArrowException as error:
             raise UsageError(
-                f"{self.source}: {what} is damaged ({one_line(error)}). Write the file again."
+                f"{self.source}: {noun} is damaged ({one_line(error)}). Write the file again."
             ) from None
 
 

@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
 
-from snugfit.data.indexed import Indexed
+from snugfit.data.indexed import ComputedSequence
 from snugfit.errors import UsageError, did_you_mean, nearest
 from snugfit.techniques.registry import features
 
@@ -47,7 +47,7 @@ ROLES = (
 each task."""
 
 
-class Rows(Indexed[Row]):
+class Rows(ComputedSequence[Row]):
     """Base class of a dataset's rows, with the columns that the user has named; one subclass for each type of
     source.
     """
@@ -71,7 +71,7 @@ class Rows(Indexed[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self._item(index) for index in range(len(self)))
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the location of a row for an error message: file and line, or the row's number."""
         return f"{self.source}, row {index + 1}"
 
@@ -131,7 +131,7 @@ class Rows(Indexed[Row]):
         for key in [column] if column in row else column.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 raise UsageError(
-                    f"{self.where(index)}: it has no {column!r}, but other rows do. Add it, or remove "
+                    f"{self.location(index)}: it has no {column!r}, but other rows do. Add it, or remove "
                     "the row."
                 )
             value = value[key]
@@ -139,21 +139,21 @@ class Rows(Indexed[Row]):
 
     def text(self, row: Row, column: str, index: int) -> str:
         """Return the row's text in this column. Raises `UsageError` if there is none."""
-        return as_text(self.value(row, column, index), self.where(index), column)
+        return as_text(self.value(row, column, index), self.location(index), column)
 
 
-def as_text(value: Any, where: str, column: str) -> str:
+def as_text(value: Any, location: str, column: str) -> str:
     """Return the value if it is valid text for a tokenizer. Raises `UsageError` otherwise."""
     if not isinstance(value, str):
-        what = "nothing (null)" if value is None else f"{value!r:.40}"
-        raise UsageError(f"{where}: {column!r} is {what}; it must be text in every row.")
+        shown = "nothing (null)" if value is None else f"{value!r:.40}"
+        raise UsageError(f"{location}: {column!r} is {shown}; it must be text in every row.")
     # ASCII is always valid text, and the check for it is nearly free.
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"{where}: character {error.start + 1} of {column!r} is half of a surrogate pair, which "
+                f"{location}: character {error.start + 1} of {column!r} is half of a surrogate pair, which "
                 "is not valid text. Correct this row, or remove it."
             ) from None
     return value
@@ -221,10 +221,10 @@ class JoinedRows(Rows):
         for part in self._parts:
             yield from part
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the row's own file and its location in it, for an error message."""
         part, inner = self._at(index)
-        return part.where(inner)
+        return part.location(inner)
 
     def folder_of(self, index: int) -> Path:
         """Return the folder of the row's file."""

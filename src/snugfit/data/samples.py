@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.data.chat import ALL_WORDS, NO_TOOLS, ONLY_THE_ASSISTANT, marks_the_assistant
 from snugfit.data.columns import columns_of
-from snugfit.data.encoding import Encoded, Encoder
+from snugfit.data.encoding import EncodedRow, Encoder
 from snugfit.data.indexed import IndexedSamples, Sample
 from snugfit.data.labels import Where, class_numbers, one_order, regression_values
 from snugfit.data.ragged import Ragged, RaggedBuilder
@@ -121,9 +121,9 @@ def samples_of(
     """
     columns = columns_of(rows, job)
     if pack and (job.task is not Task.CAUSAL_LM or set(columns) & {"prompt", "messages", "label"}):
-        what = job.task if job.task is not Task.CAUSAL_LM else "prompts, messages or separate labels"
+        format_name = job.task if job.task is not Task.CAUSAL_LM else "prompts, messages or separate labels"
         raise UsageError(
-            f"Packing works for causal-lm on plain text. With {what}, texts must not be joined. Leave "
+            f"Packing works for causal-lm on plain text. With {format_name}, texts must not be joined. Leave "
             "packing out."
         )
     words = None if tokenizer is None else Tokenizer(tokenizer)
@@ -134,17 +134,17 @@ def samples_of(
     encoder = Encoder(rows, columns, job, words, limit=None if pack else job.sequence_length)
     samples, row_labels = _gather(encoder)
     names = one_order(label_names, rows.class_names(columns.get("label", "")), rows.source)
-    samples = _with_label_numbers(samples, row_labels, job, names, rows.where)
+    samples = _with_label_numbers(samples, row_labels, job, names, rows.location)
     vocabulary = job.transformers_config().get_text_config().vocab_size
-    refuse_unknown_tokens(samples.inputs, vocabulary, job, rows.where)
+    refuse_unknown_tokens(samples.inputs, vocabulary, job, rows.location)
     if samples.labels is not None and job.task is not Task.TOKEN_CLASSIFICATION:
-        refuse_unknown_tokens(samples.labels, vocabulary, job, rows.where, ignored=True)
+        refuse_unknown_tokens(samples.labels, vocabulary, job, rows.location, ignored=True)
     if "messages" in columns and tokenizer is not None:
         note = ONLY_THE_ASSISTANT if marks_the_assistant(tokenizer) else ALL_WORDS
         samples = replace(samples, notes=(note, *((NO_TOOLS,) if "tools" in rows.columns else ())))
     if job.task is Task.MASKED_LM and samples.labels is None:
         samples = replace(samples, masking=Masking.of(tokenizer, vocabulary, seed=seed))
-    return samples.pack(job.sequence_length) if pack else _without_untrainable(samples, job, rows.where)
+    return samples.pack(job.sequence_length) if pack else _without_untrainable(samples, job, rows.location)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +157,11 @@ class _RowLabels:
     rows: array[int]
     """The index of the dataset row of each label."""
 
-    def where(self, where: Where) -> Where:
-        return lambda index: where(self.rows[index])
+    def location(self, location: Where) -> Where:
+        return lambda index: location(self.rows[index])
 
 
-def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
+def _gather(encoded: Iterable[EncodedRow]) -> tuple[Samples, _RowLabels]:
     """Return every row's token ids in arrays, and the labels before their conversion to numbers."""
     inputs, labels, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
     row_labels = _RowLabels(values=[], rows=array("q"))
@@ -187,12 +187,12 @@ def _gather(encoded: Iterable[Encoded]) -> tuple[Samples, _RowLabels]:
 
 
 def _with_label_numbers(
-    samples: Samples, row_labels: _RowLabels, job: Job, names: tuple[str, ...], where: Where
+    samples: Samples, row_labels: _RowLabels, job: Job, names: tuple[str, ...], location: Where
 ) -> Samples:
     """Return the samples with the rows' labels as numbers. `names` are the class names in their known order,
     if there is one.
     """
-    values, where_of = row_labels.values, row_labels.where(where)
+    values, where_of = row_labels.values, row_labels.location(location)
     if job.task is Task.SEQUENCE_CLASSIFICATION:
         # In transformers, a single label means regression.
         if job.labels == 1:
@@ -210,7 +210,7 @@ def _with_label_numbers(
         return replace(samples, labels=Ragged(of_tokens, labels.starts), label_names=names)
     _, names = class_numbers(
         labels.values.tolist(),
-        lambda position: where(int(labels.lists_of(position))),
+        lambda position: location(int(labels.lists_of(position))),
         labels=job.labels,
         names=names,
         ignored=True,
@@ -219,7 +219,7 @@ def _with_label_numbers(
 
 
 def refuse_unknown_tokens(
-    lists: Ragged, vocabulary: int, job: Job, where: Where, *, ignored: bool = False
+    lists: Ragged, vocabulary: int, job: Job, location: Where, *, ignored: bool = False
 ) -> None:
     """Raise `UsageError` for a token id without a row in the model's embedding.
 
@@ -231,17 +231,17 @@ def refuse_unknown_tokens(
     if wrong.any():
         position = int(wrong.argmax())
         raise UsageError(
-            f"{where(int(lists.lists_of(position)))}: token {lists.values[position]}; {job.model.name} "
+            f"{location(int(lists.lists_of(position)))}: token {lists.values[position]}; {job.model.name} "
             f"knows tokens 0 to {vocabulary - 1:,}. Use the model's own tokenizer."
         )
 
 
-def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
+def _without_untrainable(samples: Samples, job: Job, location: Where) -> Samples:
     """Return the samples that have a token in the loss. Raises `UsageError` if there are none."""
     empty = samples.lengths == 0
     if job.task in (Task.SEQUENCE_CLASSIFICATION, Task.SEQ2SEQ_LM) and empty.any():
         raise UsageError(
-            f"{where(int(empty.argmax()))}: its text is empty, without a single token. Add text, or "
+            f"{location(int(empty.argmax()))}: its text is empty, without a single token. Add text, or "
             "remove the row."
         )
     if samples.label is not None:
@@ -260,7 +260,7 @@ def _without_untrainable(samples: Samples, job: Job, where: Where) -> Samples:
         in_loss = samples.lengths - 1
     if not (in_loss > 0).any():
         raise UsageError(
-            f"{where(0)} and every other row: there is nothing to learn (all labels are {IGNORED}, the "
+            f"{location(0)} and every other row: there is nothing to learn (all labels are {IGNORED}, the "
             "text is empty, or a prompt fills the whole sequence length). Correct the data, or set a "
             "longer sequence length."
         )
@@ -340,10 +340,10 @@ class Masking:
         draw = np.random.Generator(np.random.PCG64([self.seed, epoch, index]))
         count = max(1, round(PREDICTED * len(candidates)))
         chosen = draw.permutation(candidates)[:count]
-        fate, replacements = draw.random(count), draw.integers(self.vocabulary, size=count)
+        draws, replacements = draw.random(count), draw.integers(self.vocabulary, size=count)
         masked, labels = original.copy(), np.full_like(original, IGNORED)
         labels[chosen] = original[chosen]
-        masked[chosen[fate < HIDDEN]] = self.mask_token
-        replaced = (fate >= HIDDEN) & (fate < HIDDEN + REPLACED)
+        masked[chosen[draws < HIDDEN]] = self.mask_token
+        replaced = (draws >= HIDDEN) & (draws < HIDDEN + REPLACED)
         masked[chosen[replaced]] = replacements[replaced]
         return masked.tolist(), labels.tolist()

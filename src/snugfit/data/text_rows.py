@@ -72,10 +72,10 @@ class LineRows(Rows):
         with open(self._path, "rb") as file:
             for index in indices:
                 file.seek(self._starts[index])
-                where = self.where(index)
-                yield self._parse(decode(file.readline(), where), where)
+                location = self.location(index)
+                yield self._parse(decode(file.readline(), location), location)
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the file and the line's number, counted from 1 as in editors."""
         return f"{self.source}, line {self._numbers[index]}"
 
@@ -125,7 +125,7 @@ class TableRows(Rows):
     def _item(self, index: int) -> Row:
         return dict(zip(self.columns, self._cells[index], strict=True))
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the file and the number of the row's first line."""
         return f"{self.source}, line {self._numbers[index]}"
 
@@ -141,17 +141,19 @@ def _head(cells: list[str], source: str) -> tuple[str, ...]:
     return heads
 
 
-def _text_row(line: str, where: str) -> Row:
+def _text_row(line: str, location: str) -> Row:
     return {"text": line.rstrip("\r\n")}
 
 
-def _object_row(line: str, where: str) -> Row:
-    return _object(load_json(line, where, constants=True), where)
+def _object_row(line: str, location: str) -> Row:
+    return _object(load_json(line, location, constants=True), location)
 
 
-def _object(value: Any, where: str) -> Row:
+def _object(value: Any, location: str) -> Row:
     if not isinstance(value, dict):
-        raise UsageError(f'{where}: a sample must be an object, {{"text": ...}}, but this is {value!r:.60}.')
+        raise UsageError(
+            f'{location}: a sample must be an object, {{"text": ...}}, but this is {value!r:.60}.'
+        )
     return value
 
 
@@ -193,7 +195,7 @@ def read_text(path: Path) -> str:
     return decode(path.read_bytes(), str(path))
 
 
-def decode(content: bytes, where: str) -> str:
+def decode(content: bytes, location: str) -> str:
     """Decode UTF-8, without the byte order mark that Windows writes first. Raises `UsageError` for another
     encoding.
     """
@@ -201,9 +203,9 @@ def decode(content: bytes, where: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        what = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not UTF-8"
+        problem = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not UTF-8"
         if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            what = "this is UTF-16"
+            problem = "this is UTF-16"
         before = content[: error.start].count(b"\n")
         line = f" in line {before + 1}" if before else ""
-        raise UsageError(f"{where}: {what}{line}. Save the file as UTF-8.") from None
+        raise UsageError(f"{location}: {problem}{line}. Save the file as UTF-8.") from None

@@ -87,7 +87,7 @@ class Tokenizer:
                 "one (tokenizer.is_fast)."
             )
         if limit is not None:
-            self._refuse_without_room(limit, pair=pairs is not None)
+            self._refuse_too_short(limit, pair=pairs is not None)
         inputs = {"text": texts, "text_pair": pairs, "text_target": targets}
         tokens = self._call(inputs, words, truncation=False)
         long = [i for i, text in enumerate(tokens) if limit is not None and len(text.ids) > limit]
@@ -133,7 +133,7 @@ class Tokenizer:
             for i, ids in enumerate(encoding["input_ids"])
         ]
 
-    def _refuse_without_room(self, limit: int, *, pair: bool) -> None:
+    def _refuse_too_short(self, limit: int, *, pair: bool) -> None:
         special = self.of_transformers.num_special_tokens_to_add(pair=pair)
         if limit <= special:
             raise UsageError(
@@ -142,8 +142,10 @@ class Tokenizer:
             )
 
 
-def as_tokenizer(given: Any | None) -> Any | None:
+def as_tokenizer(tokenizer: Any | None) -> Any | None:
     """Return the given tokenizer, or the one in this folder. Raises `UsageError` for other types."""
-    if given is not None and not callable(given) and not isinstance(given, str | os.PathLike):
-        raise UsageError(f"tokenizer is {given!r:.80}; it must be transformers' tokenizer, or its folder.")
-    return load_tokenizer(given) if isinstance(given, str | os.PathLike) else given
+    if tokenizer is not None and not callable(tokenizer) and not isinstance(tokenizer, str | os.PathLike):
+        raise UsageError(
+            f"tokenizer is {tokenizer!r:.80}; it must be transformers' tokenizer, or its folder."
+        )
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer

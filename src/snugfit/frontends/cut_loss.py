@@ -129,15 +129,15 @@ def job_with_mixing(
     loss_of: PieceLoss,
     example: Mapping[str, Any] | None = None,
     *,
-    most: int = SAMPLES,
+    max_pieces: int = SAMPLES,
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     again: bool = False,
 ) -> Job:
     """Test if micro-batches give the same gradients as the whole batch, and return the job with the result.
 
     `mixes_samples` gets a reason if gradients of pieces do not add up to those of the whole. `unclear_cut`
-    gets a reason if the comparison is undecided. On a GPU at most `most` samples are used, of `example` or of
-    the job's example. `context` is entered for a model that fails without it. With `again`, the run has
+    gets a reason if the comparison is undecided. On a GPU at most `max_pieces` samples are used, of `example`
+    or of the job's example. `context` is entered for a model that fails without it. With `again`, the run has
     already started. Losses are then compared on a GPU, because computing a loss saves nothing for a backward
     pass. The run thus needs no more memory than predicted.
     """
@@ -148,12 +148,12 @@ def job_with_mixing(
     verdict = None
     give_back_unused(model)  # cached memory of the steps does not fit this batch
     try:
-        verdict = _verdict(job, model, loss_of, batch, most, again)
+        verdict = _verdict(job, model, loss_of, batch, max_pieces, again)
     except Exception as fault:  # a user's loss may raise any error
         error = f"{type(fault).__name__}: {one_line(fault)}"
     if verdict is None and context is not None:
         with contextlib.suppress(Exception), context():
-            verdict = _verdict(job, model, loss_of, batch, most, again)
+            verdict = _verdict(job, model, loss_of, batch, max_pieces, again)
     if verdict is None:
         verdict = Verdict(unclear=error)
     give_back_unused(model)
@@ -488,7 +488,7 @@ def distances(one: Taken, other: Taken) -> list[tuple[float, float]]:
         for a, b in zip(one.gradients, other.gradients, strict=True)
     ]
     # All parameters are transferred at once, since each transfer waits for the device.
-    return [(apart, size) for apart, size in torch.stack(rows).tolist()]
+    return [(distance, size) for distance, size in torch.stack(rows).tolist()]
 
 
 def is_number(taken: Taken) -> bool:

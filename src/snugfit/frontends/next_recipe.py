@@ -21,7 +21,7 @@ from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from snugfit.techniques.technique import Fidelity, Slot
-from snugfit.training.recovery import Replan, Unplanned
+from snugfit.training.recovery import PlanFailure, Replan
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def next_recipe(
     over GPUs stays.
     """
 
-    def following(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
+    def following(job: Job, recipe: Recipe, cause: str) -> Recipe | PlanFailure | None:
         slots = frozenset(
             slot for slot in changing if _has_choice(slot, job) or not recipe[slot].is_searched()
         )
@@ -60,7 +60,7 @@ def next_recipe(
                 else:
                     smaller = _plan_smaller_on_several(job, recipe, device, slots, gpus)
             except SnugfitError as unknown:  # the GPU or the model has no prediction
-                return Unplanned(recipe=cut(job, recipe), why=str(unknown))
+                return PlanFailure(recipe=cut(job, recipe), reason=str(unknown))
             if smaller is not None:
                 return smaller
         return cut(job, recipe)

@@ -169,7 +169,7 @@ def compare_cut(
     """
     loss_of = weighed_by_items(step.loss_of, step.items_of)
     context = step.forward_context
-    return job_with_mixing(job, model, loss_of, batch, most=step.rows, context=context, again=again)
+    return job_with_mixing(job, model, loss_of, batch, max_pieces=step.rows, context=context, again=again)
 
 
 def _options_for(given: Mapping[str, Any], evaluation: Source | None) -> TrainOptions:

@@ -69,7 +69,7 @@ def begin_to_import(job: Job, device: torch.device, gpus: int) -> None:
     from snugfit.prediction.worker_pool import start_fork_server
 
     if device.type == "cuda" and gpus > 1:
-        start_fork_server(modules_of(job), for_what=job)
+        start_fork_server(modules_of(job), worker_object=job)
 
 
 def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Prediction:
@@ -91,7 +91,7 @@ def predict_apart(job: Job, recipe: Recipe, gpu: Gpu | str, gpus: int) -> Predic
             "A model that was made in Python cannot be sent to another process, which would simulate "
             "it. Give a model by its name or folder."
         )
-    with worker_pool(make, workers=1, apart=True, preload=modules_of(job)) as pool:
+    with worker_pool(make, workers=1, own_process=True, preload=modules_of(job)) as pool:
         (answer,) = pool.answers_to([Question(0, "__call__")])
     if isinstance(answer.value, SnugfitError):
         raise answer.value

@@ -22,7 +22,7 @@ gets whole.
 """
 
 
-ONE_A_SAMPLE = ("labels", "input_ids")
+SAMPLE_TENSORS = ("labels", "input_ids")
 """Names of tensors whose first dimension is that of samples in every model of transformers."""
 
 
@@ -170,7 +170,7 @@ def _count(sizes: Mapping[str, int], named: Mapping[str, int], samples: int | No
         return max(1, min(lengths))
     # Labels or token ids determine the number of samples. Otherwise the job does, if a tensor is as long as
     # its batch.
-    known = next((sizes[name] for name in ONE_A_SAMPLE if name in sizes), samples)
+    known = next((sizes[name] for name in SAMPLE_TENSORS if name in sizes), samples)
     return known if known and known in lengths else 1
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from snugfit.errors import ModelError, RecipeError, SnugfitError, lacks_package, one_line
+from snugfit.errors import ModelError, RecipeError, SnugfitError, missing_package_message, one_line
 from snugfit.hub_kernels import only_errors
 from snugfit.job.architectures import heads, transformers_version
 from snugfit.job.clone import clone_to_device
@@ -96,7 +96,7 @@ def instantiate(
         return _from_facts(job, attention, weights, on_loaded, construction).train(job.trains)
 
     try:
-        with no_package_asked_for(attention, torch.get_default_device()):
+        with without_package_checks(attention, torch.get_default_device()):
             return build(attention)
     except SafetensorError as damage:
         raise ModelError(
@@ -116,7 +116,7 @@ def instantiate(
 
 
 @contextlib.contextmanager
-def no_package_asked_for(attention: str, device: torch.device) -> Iterator[None]:
+def without_package_checks(attention: str, device: torch.device) -> Iterator[None]:
     """Context in which a model on `meta` may name an attention implementation of a missing package, and no
     kernel is downloaded from the hub.
 
@@ -152,7 +152,7 @@ def _from_facts(
     auto_class = getattr(transformers, heads()[job.task][0])
     config = job.transformers_config()
     dtype = getattr(torch, construction.loaded_dtype)
-    asked: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     model: nn.Module
     if weights is not None and "quantization_config" in ignored_keys(job.model.config):
         raise ModelError(
@@ -160,10 +160,10 @@ def _from_facts(
             "does not train. Give a folder with the unquantized weights."
         )
     if weights is None:
-        return construction.build(lambda: _from_config(job, auto_class, config, asked))
+        return construction.build(lambda: _from_config(job, auto_class, config, arguments))
     # The same model without data is built for the names of frozen weights and further loading arguments.
     with torch.device("meta"):
-        built = _from_config(job, auto_class, config, asked)
+        built = _from_config(job, auto_class, config, arguments)
     try:
         model, loaded = auto_class.from_pretrained(
             weights,
@@ -172,7 +172,7 @@ def _from_facts(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_loaded` refuses them by name
-            **asked,
+            **arguments,
             **construction.loading_arguments(built),
         )
     # transformers raises this for fused weights of which parts are missing.
@@ -188,7 +188,7 @@ def _from_facts(
     return construction.finish(model)
 
 
-def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any]) -> nn.Module:
+def _from_config(job: Job, auto_class: Any, config: Any, arguments: Mapping[str, Any]) -> nn.Module:
     """Return the model that transformers builds from a config alone. Its head and dtypes are as after loading
     a checkpoint.
 
@@ -199,8 +199,8 @@ def _from_config(job: Job, auto_class: Any, config: Any, asked: Mapping[str, Any
     import torch
 
     with only_errors(once=(auto_class, type(config))):  # the code of a model may import torchao
-        model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **asked)
-    _keep_in_fp32(model, asked["dtype"])
+        model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **arguments)
+    _keep_in_fp32(model, arguments["dtype"])
     head = getattr(model, "lm_head", None)
     untied = config.is_encoder_decoder and job.model.config.get("tie_word_embeddings") is False
     if untied and isinstance(head, torch.nn.Linear):
@@ -248,12 +248,12 @@ def _blame_config(model: Model, error: Exception) -> NoReturn:
     if narrower or isinstance(error, SnugfitError) or _is_from("snugfit", error):
         raise error
     if isinstance(error, KeyError) and (key := _key_of(error.args[0], model.config)):
-        says = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
+        message = f'"{key}" is {json.dumps(error.args[0])}, which transformers {transformers_version()}'
         raise ModelError(
-            f"{model.name}: {says} does not know. Correct that value in the config.json, or install "
+            f"{model.name}: {message} does not know. Correct that value in the config.json, or install "
             "another version of transformers."
         ) from error
-    if lacking := lacks_package(model.name, error):
+    if lacking := missing_package_message(model.name, error):
         raise ModelError(lacking) from error
     kind = type(error).__name__
     if _is_from("deepspeed", error):

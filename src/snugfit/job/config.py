@@ -111,11 +111,11 @@ def read_config(path: Path) -> Facts:
         ) from None
     except BadDocument as fault:
         raise ModelError(f"{path}: {fault}. A config.json must not be larger than 4 MiB.") from None
-    return parse_config(content, where=str(path))
+    return parse_config(content, location=str(path))
 
 
-def parse_config(content: bytes, *, where: str) -> Facts:
-    """Return the values of a config.json's `content` that determine the model; `where` begins every error
+def parse_config(content: bytes, *, location: str) -> Facts:
+    """Return the values of a config.json's `content` that determine the model; `location` begins every error
     message.
     """
     try:
@@ -123,19 +123,19 @@ def parse_config(content: bytes, *, where: str) -> Facts:
         document = _tag_infinite(parse_json(content.decode("utf-8"), constants=True))
     except UnicodeDecodeError:
         raise ModelError(
-            f"{where}: this is not UTF-8 text. A config.json is JSON in UTF-8. Save it in UTF-8."
+            f"{location}: this is not UTF-8 text. A config.json is JSON in UTF-8. Save it in UTF-8."
         ) from None
     # Deep nesting exceeds Python's own limit before `_depth` can count it.
     except RecursionError:
         raise ModelError(
-            f"{where}: nested more than {DEEPEST} levels deep. Give a model's own config.json."
+            f"{location}: nested more than {DEEPEST} levels deep. Give a model's own config.json."
         ) from None
     except ValueError as error:
         cause = error if content.strip() else "it is empty"
-        raise ModelError(f"{where}: not a config.json: {cause}. Give a model's own config.json.") from None
+        raise ModelError(f"{location}: not a config.json: {cause}. Give a model's own config.json.") from None
     if not isinstance(document, dict):
-        raise ModelError(f"{where}: this is {_kind(document)}; a config.json must be one JSON object.")
-    return check_facts(document, where=where)
+        raise ModelError(f"{location}: this is {_kind(document)}; a config.json must be one JSON object.")
+    return check_facts(document, where=location)
 
 
 def check_facts(document: Mapping[str, Any], *, where: str) -> Facts:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.config import parse_config, read_config
-from snugfit.job.names import presets_like, same_sizes, unquantized_name
+from snugfit.job.names import preset_of_same_size, presets_like, unquantized_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
@@ -85,7 +85,7 @@ def read_preset(full_name: str) -> dict[str, Any]:
     """Return the config of a model that the package bundles, by its full name `owner/model`."""
     owner, bare = full_name.split("/")
     content = _presets().joinpath(owner, f"{bare}.json").read_bytes()
-    return parse_config(content, where=f"preset {full_name}")
+    return parse_config(content, location=f"preset {full_name}")
 
 
 def _presets() -> Traversable:
@@ -150,7 +150,7 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
     if cached := _cached_config(name):
         return ModelFacts(name, "hub cache", read_config(cached))
     # Tuned, mirrored and distilled models have a preset's sizes, so no download is needed.
-    if base := same_sizes(name, preset_names()):
+    if base := preset_of_same_size(name, preset_names()):
         return ModelFacts(base, "preset", read_preset(base))
     # A name of quantized weights is refused before a download.
     _refuse_quantized(name)
@@ -159,9 +159,9 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
     return ModelFacts(name, "hub cache", fetched)
 
 
-def _unknown_model(name: str, why: str) -> ModelError:
-    """Return the error for an unknown model: the reason `why`, the most similar name, and presets of the same
-    family."""
+def _unknown_model(name: str, cause: str) -> ModelError:
+    """Return the error for an unknown model: its `cause`, the most similar name, and presets of
+    the same family."""
     bare = [full_name.split("/")[1] for full_name in preset_names()]
     # Names with other numbers are other models, and no typing mistakes.
     names = [preset for preset in (preset_names() if "/" in name else bare) if _sizes(preset) == _sizes(name)]
@@ -173,7 +173,7 @@ def _unknown_model(name: str, why: str) -> ModelError:
         longer.sort(key=lambda preset: ("uncased" not in preset, len(preset)))
         guess = f" Did you mean {' or '.join(map(repr, longer[:3]))}?"
     return ModelError(
-        f"No preset, folder or cached hub model {name!r}, and {why}."
+        f"No preset, folder or cached hub model {name!r}, and {cause}."
         f"{guess} {_ALLOWED}{presets_like(name, preset_names())}"
     )
 
@@ -183,7 +183,7 @@ def _refuse_quantized(name: str) -> None:
     its sizes are known.
     """
     plain_name = unquantized_name(name)
-    if plain_name and (base := same_sizes(plain_name, preset_names())):
+    if plain_name and (base := preset_of_same_size(plain_name, preset_names())):
         raise ModelError(
             f"{name!r} names quantized weights, but snugfit predicts and trains unquantized ones. The same "
             f"model, unquantized: {base}."
@@ -242,8 +242,8 @@ def _download_config(name: str, *, online: bool) -> Path:
     except TimeoutError:
         raise _unknown_model(name, f"the hub did not answer within {HUB_SECONDS:.0f} s") from None
     except GatedRepoError:
-        why = "on the hub, its config is only for users who accepted its terms and are logged in"
-        raise _unknown_model(name, f"{why} (hf auth login)") from None
+        reason = "on the hub, its config is only for users who accepted its terms and are logged in"
+        raise _unknown_model(name, f"{reason} (hf auth login)") from None
     except RepositoryNotFoundError:
         raise _unknown_model(
             name, "the hub does not have it, or it is private and you are not logged in"
@@ -251,8 +251,8 @@ def _download_config(name: str, *, online: bool) -> Path:
     except Exception as error:
         # The library raises a subclass of it if the network is down.
         has_none = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
-        why = "has no config.json for it" if has_none else f"cannot be reached ({_first_line(error)})"
-        raise _unknown_model(name, f"the hub {why}") from None
+        reason = "has no config.json for it" if has_none else f"cannot be reached ({_first_line(error)})"
+        raise _unknown_model(name, f"the hub {reason}") from None
 
 
 def _fetch_config(name: str) -> str:

@@ -73,21 +73,21 @@ def has_target(task: str) -> bool:
     """Return True if the task's labels are sequences with their own length, as for an encoder-decoder
     model.
     """
-    return task == "seq2seq-lm" or any(one.has_target for one in _kinds_with(task))
+    return task == "seq2seq-lm" or any(inputs.has_target for inputs in _kinds_with(task))
 
 
 def has_classes(task: str) -> bool:
     """Return True if the task's labels are classes, as for classification."""
     texts = task in ("sequence-classification", "token-classification")
-    return texts or any(one.has_classes for one in _kinds_with(task))
+    return texts or any(inputs.has_classes for inputs in _kinds_with(task))
 
 
 def _kinds_with(task: str) -> list[ModelInputs]:
-    return [one for one in model_inputs() if task == one.task]
+    return [inputs for inputs in model_inputs() if task == inputs.task]
 
 
 def inputs_of(task: str, architecture: str) -> ModelInputs | None:
     """Return the handler of a model's non-token inputs, such as pictures, in this task; None for tokens or a
     user's own module.
     """
-    return next((one for one in model_inputs() if one.serves(task, architecture)), None)
+    return next((inputs for inputs in model_inputs() if inputs.serves(task, architecture)), None)

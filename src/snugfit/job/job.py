@@ -30,10 +30,10 @@ MOST_LABELS = 1 << 18
 sets have fewer labels.
 """
 
-OF_UPDATES = ("clip", "decay_groups", "learning_rate")
+UPDATE_FIELDS = ("clip", "decay_groups", "learning_rate")
 """Fields of a job that only an optimizer step reads."""
 
-_TASKS_ELSEWHERE = {
+_HUB_TASKS = {
     "text-classification": "sequence-classification",
     "sentiment-analysis": "sequence-classification",
     "seq-cls": "sequence-classification",
@@ -45,7 +45,7 @@ _TASKS_ELSEWHERE = {
     "summarization": "seq2seq-lm",
     "translation": "seq2seq-lm",
     "text2text-generation": "seq2seq-lm",
-    **{one.elsewhere: one.name for one in added_tasks() if one.elsewhere},
+    **{added_task.elsewhere: added_task.name for added_task in added_tasks() if added_task.elsewhere},
 }
 """Names of tasks of a job, by their names in the hub's pipelines and in peft."""
 
@@ -69,7 +69,7 @@ class TaskBase(StrEnum):
         if text not in (*legal, CUSTOM):
             # The hub and peft write tasks in other ways.
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
-            if (name := _TASKS_ELSEWHERE.get(plain, plain)) in legal:
+            if (name := _HUB_TASKS.get(plain, plain)) in legal:
                 return cls(name)
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
@@ -330,15 +330,15 @@ def _config_to_read(model: Model, task: str, labels: int) -> Any:
     return model.transformers_config(task, labels)
 
 
-def dropout_among(facts: Mapping[str, Any], of: str = "") -> str:
-    """Return the first dropout in a config as text, such as `dropout=0.1`, from keys that contain `of`; empty
-    without dropout.
+def dropout_among(facts: Mapping[str, Any], part: str = "") -> str:
+    """Return the first dropout in a config as text, such as `dropout=0.1`, from keys that contain `part`;
+    empty without dropout.
     """
     return next(
         (
             f"{key}={value}"
             for key, value in facts.items()
-            if of in key and "drop" in key and isinstance(value, float) and value
+            if part in key and "drop" in key and isinstance(value, float) and value
         ),
         "",
     )
@@ -367,11 +367,11 @@ def _refuse_what_is_no_model(model: object) -> None:
     )
 
 
-def _loaded_dtype(asked: object, model: Model) -> str:
+def _loaded_dtype(dtype: object, model: Model) -> str:
     """Return the dtype in which a model's weights are loaded. Raises `JobError` for an unsupported dtype, and
     for another one than a module's weights have.
     """
-    name = dtype_name("auto" if asked is None else asked)
+    name = dtype_name("auto" if dtype is None else dtype)
     # A module already has a dtype, so another one in the job is a contradiction.
     if model.module is not None:
         if name not in ("auto", model.dtype):
@@ -430,7 +430,7 @@ def _complete_settings(job: Job) -> dict[str, Any]:
     if given:
         words = " and ".join(name.replace("_", " ") for name in given)
         has = " or ".join(
-            name for name, one in added_phases().items() if given.keys() <= one.setting_types.keys()
+            name for name, phase in added_phases().items() if given.keys() <= phase.setting_types.keys()
         )
         remedy = f"Try the phase {has}." if has else "Leave them out."
         raise JobError(f"The phase {job.phase} has no setting {words}. {remedy}")
@@ -441,9 +441,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _in_range(what: str, value: object, high: int) -> None:
+def _in_range(field_name: str, value: object, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise JobError(f"{what} is {value!r}; allowed are whole numbers from 1 to {high:,}.")
+        raise JobError(f"{field_name} is {value!r}; allowed are whole numbers from 1 to {high:,}.")
 
 
 def _task_of(model: Model) -> str:

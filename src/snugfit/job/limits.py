@@ -49,10 +49,10 @@ def length_problem(
     return None
 
 
-def _complaint(what: str, length: int, limit: Limit) -> str:
+def _complaint(field: str, length: int, limit: Limit) -> str:
     key, longest = limit
     return (
-        f"{what} {length} is more than the model's {longest} positions (from {key}). Try {longest} or less."
+        f"{field} {length} is more than the model's {longest} positions (from {key}). Try {longest} or less."
     )
 
 

@@ -109,9 +109,9 @@ class Model:
         import torch
 
         if not isinstance(module, torch.nn.Module):
-            what = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r}"[:80]
+            type_name = f"the class {module.__name__}" if isinstance(module, type) else f"{module!r}"[:80]
             raise ModelError(
-                f"from_module takes an instance of nn.Module, not {what}. Give an instance of a class "
+                f"from_module takes an instance of nn.Module, not {type_name}. Give an instance of a class "
                 "derived from it."
             )
         if not isinstance(example, Mapping) or not example:

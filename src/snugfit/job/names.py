@@ -59,7 +59,7 @@ unsloth's Gemma 2 is in bfloat16, as Google's tuned ones are and its base models
 """
 
 
-def same_sizes(name: str, presets: Iterable[str]) -> str | None:
+def preset_of_same_size(name: str, presets: Iterable[str]) -> str | None:
     """Return the preset with the sizes of the model `name`; None if there is none.
 
     A preset of exactly this name has priority over one without `Instruct` or `Base`: a tuned model's dtype
@@ -96,8 +96,8 @@ def presets_like(name: str, presets: Collection[str]) -> str:
     Without a family of a similar name, it is empty.
     """
     families = nearest(_family(name), map(_family, presets), count=1)
-    alike = [preset.split("/")[1] for preset in presets if _family(preset) in families]
-    like = nearest(name.rpartition("/")[2], alike, cutoff=0)
+    related = [preset.split("/")[1] for preset in presets if _family(preset) in families]
+    like = nearest(name.rpartition("/")[2], related, cutoff=0)
     return f" Presets: {', '.join(like)}." if like else ""
 
 

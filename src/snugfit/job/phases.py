@@ -102,7 +102,7 @@ class AddedPhase:
 @functools.cache
 def added_phases() -> Mapping[str, AddedPhase]:
     """Return the phases that all features add, by name."""
-    return {one.name: one for one in feature_objects("phases", AddedPhase)}
+    return {phase.name: phase for phase in feature_objects("phases", AddedPhase)}
 
 
 @functools.cache
@@ -117,4 +117,4 @@ def words_by_phase() -> Mapping[str, PhaseWords]:
 
 def phase_keys() -> dict[str, type]:
     """Return the settings of all added phases with their types."""
-    return {key: kind for one in added_phases().values() for key, kind in one.setting_types.items()}
+    return {key: kind for phase in added_phases().values() for key, kind in phase.setting_types.items()}

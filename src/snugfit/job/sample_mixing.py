@@ -40,7 +40,7 @@ STATISTICS = ("mm", "addmm", "bmm", "mean", "sum", "var", "var_mean", "std", "st
 """Operators that may reduce over the samples of a batch. Batch norms are found as layers instead."""
 
 
-OF_OTHERS = re.compile(r"sub_configs|backbone|from \.\.\w")
+OTHER_MODELS = re.compile(r"sub_configs|backbone|from \.\.\w")
 """Pattern of a model's source file that contains other models, or inherits from another architecture."""
 
 
@@ -120,7 +120,7 @@ def is_plain_by_source(model: Model, task: str) -> bool:
     except OSError:
         return False
     classes = class_names(task, model.architecture)
-    is_whole = not OF_OTHERS.search(config) and "backbone_config" not in model.config
+    is_whole = not OTHER_MODELS.search(config) and "backbone_config" not in model.config
     has_classes = bool(classes) and all(f"class {name}(" in code for name in classes)
     return is_whole and has_classes and "BatchNorm" not in code
 

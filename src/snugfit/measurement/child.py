@@ -282,7 +282,7 @@ def _peaks() -> ChildResult:
     if torch is None or not torch.cuda.is_initialized():
         return host
     try:
-        stats = with_kept(torch.cuda.memory_stats())
+        stats = with_run_peaks(torch.cuda.memory_stats())
         properties = torch.cuda.get_device_properties()
     except Exception as fault:  # after a device-side fault, each CUDA call fails
         print(f"The allocator's peaks were lost: {fault}", file=sys.stderr)
@@ -350,7 +350,7 @@ def _versions() -> dict[str, str]:
 
 PEAKS = ("requested_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
-_BEFORE: dict[str, int] = {}
+_EARLIER_PEAKS: dict[str, int] = {}
 """The largest value of each memory peak of the allocator before its counters were reset."""
 
 
@@ -359,21 +359,21 @@ def keep_peaks() -> None:
     import torch
 
     set_back = torch.cuda.reset_peak_memory_stats
-    _BEFORE.clear()
+    _EARLIER_PEAKS.clear()
 
     def keep(device: torch.types.Device = None) -> None:
         stats = torch.cuda.memory_stats()
-        _BEFORE.update({name: max(stats.get(name, 0), _BEFORE.get(name, 0)) for name in PEAKS})
+        _EARLIER_PEAKS.update({name: max(stats.get(name, 0), _EARLIER_PEAKS.get(name, 0)) for name in PEAKS})
         set_back(device)
 
     torch.cuda.reset_peak_memory_stats = keep
 
 
-def with_kept(stats: Mapping[str, int]) -> dict[str, int]:
+def with_run_peaks(stats: Mapping[str, int]) -> dict[str, int]:
     """Return the allocator's statistics with the peaks of the whole run, including those before resets by a
     library.
     """
-    return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _BEFORE.items()}}
+    return {**stats, **{name: max(peak, stats.get(name, 0)) for name, peak in _EARLIER_PEAKS.items()}}
 
 
 # ---- evaluations -------------------------------------------------------------------------------------------

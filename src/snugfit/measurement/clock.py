@@ -38,7 +38,7 @@ def clock_between(
     """
     if begin is None or end is None:
         return None
-    within = [one for one in readings if begin <= one.moment <= end]
+    within = [reading for reading in readings if begin <= reading.moment <= end]
     try:
         highest = card.highest_clock_mhz()
     except NvmlUnavailable:
@@ -48,11 +48,11 @@ def clock_between(
     shares = {
         name: share
         for name, bits in CLOCK_REASONS.items()
-        if (share := sum(bool(one.reasons & bits) for one in within) / len(within))
+        if (share := sum(bool(reading.reasons & bits) for reading in within) / len(within))
     }
     return GpuClock(
-        mean_mhz=statistics.fmean(one.mhz for one in within),
-        lowest_mhz=min(one.mhz for one in within),
+        mean_mhz=statistics.fmean(reading.mhz for reading in within),
+        lowest_mhz=min(reading.mhz for reading in within),
         highest_mhz=highest,
         readings=len(within),
         reasons=shares,

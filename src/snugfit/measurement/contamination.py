@@ -32,7 +32,7 @@ from snugfit.units import MIB, show_mib
 
 _T = TypeVar("_T")
 
-PATIENCE = 10.0
+MAX_WAIT_SECONDS = 10.0
 """Longest wait in seconds for other processes to leave the GPU (chosen). The delay of a driver was not
 measured."""
 
@@ -87,14 +87,14 @@ def first_reason(
     `outside_bytes` are allocations of the run outside torch's allocator: its process group, and managed
     memory. Growth counts up to the moment `until` of the monotonic clock, or over all readings for None.
     """
-    reasons = [baseline.reason, during(sampler.censuses.values(), baseline)]
+    reasons = [baseline.reason, sentence_on_processes(sampler.censuses.values(), baseline)]
     grown = baseline.growth(sampler.peak_until(until))
     if grown is not None and reserved_bytes is not None and context_bytes is not None:
         known = context_bytes + outside_bytes
         reasons.append(unexplained_growth(grown, reserved_bytes=reserved_bytes, context_bytes=known))
     if sampler.refusal is not None:
         reasons.append(f"it is not known whether other processes used the GPU: {sampler.refusal}")
-    reasons.append(after(card, baseline, patience=PATIENCE))
+    reasons.append(after(card, baseline, patience=MAX_WAIT_SECONDS))
     return next((reason for reason in reasons if reason), None)
 
 
@@ -159,7 +159,7 @@ def _leftover(card: Card, baseline: GpuBaseline) -> str | None:
     return f"after the run {show_mib(excess)} MiB were not released" if excess > DRIFT_BYTES else None
 
 
-def during(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
+def sentence_on_processes(censuses: Iterable[Census], baseline: GpuBaseline) -> str | None:
     """Return a sentence on other processes that used the GPU during the run, from the process lists; None
     without any."""
     censuses = list(censuses)

@@ -114,9 +114,11 @@ def _refuse_invalid(request: MeasurementRequest) -> None:
         )
     if loop not in LOOPS:
         raise UsageError(f"Unknown loop {loop!r}.{did_you_mean(loop, LOOPS)} Loops: {', '.join(LOOPS)}.")
-    for what, value, least in (("warm-up steps", request.warmup, 0), ("steps", request.steps, 1)):
+    for setting, value, least in (("warm-up steps", request.warmup, 0), ("steps", request.steps, 1)):
         if type(value) is not int or not least <= value <= MAX_STEPS:
-            raise UsageError(f"{what} is {value!r}; allowed are whole numbers from {least} to {MAX_STEPS}.")
+            raise UsageError(
+                f"{setting} is {value!r}; allowed are whole numbers from {least} to {MAX_STEPS}."
+            )
     if ranks_of(request.setup) > 1:
         refuse_unsupported(loop, request.setup)
         # This property raises an error if the ranks cannot share the batch.

@@ -28,7 +28,7 @@ from snugfit.techniques.wish import processes_of
 Keep = Recipe | str | Mapping[Slot, Technique] | None
 Free = str | Iterable[Slot | str]
 
-OF_START = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
+START_SLOTS = (Slot.ADAPTERS, Slot.PRECISION, Slot.OPTIMIZER)
 """Slots (choices of a recipe) in which a plan keeps the user's technique from `start`, unless the user frees
 them.
 """
@@ -46,7 +46,7 @@ class Kept:
     """Candidates of each fixed slot: the fixed technique, then others of its family (the same algorithm in
     other kernels)."""
 
-    asked: frozenset[Slot] = frozenset()
+    requested: frozenset[Slot] = frozenset()
     """Fixed slots that the user named. The other slots of `slots` are fixed because the user's own recipe has
     them.
     """
@@ -57,24 +57,29 @@ class Kept:
     several_gpus: bool = False
     """True if the plan is for several GPUs that train one model together."""
 
-    def why(self, slot: Slot) -> str:
+    def reason_for(self, slot: Slot) -> str:
         """Return the reason why a slot (a choice of the recipe) is fixed, and the option that frees it; empty
         for one that is searched.
         """
         if slot not in self.slots:
             return ""
         algorithm = "the algorithm " if len(self.slots[slot]) > 1 else ""
-        return f"{algorithm}{ASKED if slot in self.asked else OWN} (--free {slot} allows others)"
+        return f"{algorithm}{ASKED if slot in self.requested else OWN} (--free {slot} allows others)"
 
     @property
     def preloaded(self) -> set[str]:
         """Modules that the fixed techniques of every recipe import in advance."""
-        return {one.preloaded for techniques in self.slots.values() for one in techniques if one.preloaded}
+        return {
+            technique.preloaded
+            for techniques in self.slots.values()
+            for technique in techniques
+            if technique.preloaded
+        }
 
     def listing(self) -> tuple[KeptSlot, ...]:
         """Return the fixed slots (choices of the recipe) in the form of a plan's result."""
         return tuple(
-            KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.why(slot))
+            KeptSlot(slot=slot.value, techniques=tuple(map(str, self.slots[slot])), why=self.reason_for(slot))
             for slot in Slot
             if slot in self.slots
         )
@@ -91,7 +96,7 @@ class Kept:
                     f"start: plans do not look at recipes with {technique}, whose steps are simulated in "
                     f"full. Start from {technique.name!r}, and predict the recipe with {technique}."
                 )
-        for slot in self.asked:
+        for slot in self.requested:
             technique = self.slots[slot][0]
             if technique.needs_several_gpus and not self.several_gpus:
                 raise UsageError(
@@ -103,13 +108,13 @@ class Kept:
                     f"keep: plans do not search with {technique}, since each of its recipes is simulated in "
                     f"full, which takes up to minutes. Predict one that has it: 'bf16 + {technique}'."
                 )
-            if why := self.slots[slot][0].missing_package() or self.too_new(capability):
-                raise UsageError(f"keep: {why}")
+            if reason := self.slots[slot][0].missing_package() or self.too_new(capability):
+                raise UsageError(f"keep: {reason}")
 
     def too_new(self, capability: tuple[int, int] | None) -> str:
         """Return the reason why a GPU of this compute capability cannot run a requested technique; empty if
         it can run all."""
-        for slot in self.asked:
+        for slot in self.requested:
             technique = self.slots[slot][0]
             least = technique.least_capability
             if least and capability and capability < least:
@@ -128,21 +133,21 @@ def _is_axis(technique: Technique) -> bool:
 
 def kept_of(job: Job, keep: Keep = None, free: Free = (), start: Recipe | None = None) -> Kept:
     """Return the fixed slots (choices of the recipe) for this job: those of the techniques in `keep`, and
-    `OF_START` of the recipe `start`.
+    `START_SLOTS` of the recipe `start`.
 
     Slots in `free` are not fixed. Raises `UsageError` and `RecipeError` for unknown techniques and slots.
     """
     freed, named = _slots_of(free), techniques_named(keep)
-    asked = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
+    requested = {slot: (technique,) for slot, technique in named.items() if slot not in freed}
     own = {
         slot: (start[slot], *_family(start[slot], job))
-        for slot in OF_START
+        for slot in START_SLOTS
         if start and slot not in freed and slot not in unused_slots(job)
         # A technique without its package must not be the only choice of its slot.
         if not start[slot].missing_package()
     }
     # A named technique replaces that of the user's own recipe.
-    return Kept(slots={**own, **asked}, asked=frozenset(asked), start=start)
+    return Kept(slots={**own, **requested}, requested=frozenset(requested), start=start)
 
 
 def _family(technique: Technique, job: Job) -> list[Technique]:

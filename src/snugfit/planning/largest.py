@@ -74,7 +74,7 @@ def largest(
     )
     low, high = 1, sizes.limit + 1
     if sizes.spare(low) < 0:
-        margin = sizes.asked[low].headroom_bytes
+        margin = sizes.predictions[low].headroom_bytes
         free = f" and a headroom of {show_bytes(margin)}" if margin else ""
         raise NothingFits(
             f"Not even a {of.replace('-', ' ')} of {sizes.size(low)} fits: {show_bytes(-sizes.spare(low))} "
@@ -88,7 +88,7 @@ def largest(
         else:
             high = middle
         rounds += 1
-    return LargestFit(sizes.size(low), sizes.asked[low])
+    return LargestFit(sizes.size(low), sizes.predictions[low])
 
 
 def field_of(job: Job, of: str) -> tuple[str, int]:
@@ -116,7 +116,7 @@ class _Sizes:
         self.job, self.recipe, self.options = job, recipe, options
         self.field, most = field_of(job, of)
         self.unit = recipe.pieces if of == "batch" else 1
-        self.asked: dict[int, Prediction] = {}
+        self.predictions: dict[int, Prediction] = {}
         self.limit = self._largest_valid(most // self.unit)
 
     def size(self, count: int) -> int:
@@ -127,15 +127,15 @@ class _Sizes:
         """Return the bytes that a size of `count` units leaves free, minus the headroom; negative if it does
         not fit.
         """
-        if count not in self.asked:
-            self.asked[count] = predict(self._job(count), self.recipe, **self.options)
-        prediction = self.asked[count]
+        if count not in self.predictions:
+            self.predictions[count] = predict(self._job(count), self.recipe, **self.options)
+        prediction = self.predictions[count]
         return (prediction.spare_bytes or 0) - prediction.headroom_bytes
 
     def guess(self, low: int, high: int, *, halve: bool) -> int:
         """Return the next size to predict, between `low`, which fits, and `high`, which does not fit or is
         invalid. All are counted in units."""
-        if high not in self.asked:
+        if high not in self.predictions:
             return min(high - 1, self._extrapolate(low))
         if halve:
             return (low + high) // 2
@@ -143,7 +143,7 @@ class _Sizes:
         return min(max(low + int((high - low) * fits / (fits + misses)), low + 1), high - 1)
 
     def _extrapolate(self, low: int) -> int:
-        below = max((count for count in self.asked if count < low), default=None)
+        below = max((count for count in self.predictions if count < low), default=None)
         if below is None or self.spare(below) <= self.spare(low):
             return 4 * low
         unit_bytes = (self.spare(below) - self.spare(low)) / (low - below)

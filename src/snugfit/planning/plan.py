@@ -17,7 +17,7 @@ from snugfit.techniques.recipe import Recipe
 
 OBJECTIVES = ("speed", "memory", "cost")
 
-NEARLY_AS_SMALL = 0.03
+EXTRA_BYTES_SHARE = 0.03
 """Share by which the recipe shown when nothing fits may need more bytes than the smallest recipe (chosen).
 Slightly fewer bytes are not worth half the speed.
 """
@@ -231,7 +231,7 @@ def nearest_miss(front_bytes: Sequence[int], objective: str) -> int:
     """
     if objective == "memory":
         return len(front_bytes) - 1
-    most = front_bytes[-1] * (1 + NEARLY_AS_SMALL)
+    most = front_bytes[-1] * (1 + EXTRA_BYTES_SHARE)
     return next(index for index, needed_bytes in enumerate(front_bytes) if needed_bytes <= most)
 
 

@@ -29,7 +29,7 @@ def refuse_bad_request(
         raise UsageError(f"workers is {workers!r}; it must be a whole number of processes from 1, or None.")
 
 
-def refuse_what_cannot_be_called(**given: object) -> None:
+def refuse_non_callables(**given: object) -> None:
     """Raise `UsageError` if an argument is neither None nor a function."""
     for name, value in given.items():
         if value is not None and not callable(value):

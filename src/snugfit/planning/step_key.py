@@ -67,7 +67,7 @@ TOUCHES: Mapping[str, tuple[str, ...]] = {
 UNKNOWN = ("passes", "update")
 """Names of the parts of a step that a field without an entry in `TOUCHES` is assumed to change."""
 
-WITHOUT_EFFECT = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
+IGNORED_FIELDS = {(OptimizerWish, "trainer_name"), (LoaderWish, "pinned")}
 """Fields of setting classes, as (class, field), that do not change a predicted step."""
 
 SIMPLE = {str, int, float, bool, type(None)}
@@ -75,7 +75,7 @@ SIMPLE = {str, int, float, bool, type(None)}
 
 _PLAIN = Setup()
 
-REMEMBERED_WISHES = 10_000
+CACHED_VALUES = 10_000
 """Largest number of values of `Setup` fields whose keys are cached. One search has fewer."""
 
 
@@ -167,15 +167,15 @@ def _values(setup: Setup, part: str) -> tuple[Hashable, ...]:
     Consecutive Setups of a space share most of their fields, so the last answer for each part is cached.
     """
     values = [getattr(setup, name) for name in _names_by_part(setup)[part]]
-    last = _LAST.get(part)
+    last = _LAST_KEYS.get(part)
     # Identity suffices for a cache and is faster than equality.
     if last is None or len(last[0]) != len(values) or not all(map(is_, last[0], values)):
         key = tuple([value if value.__class__ in SIMPLE else _hashable(value) for value in values])
-        last = _LAST[part] = values, key
+        last = _LAST_KEYS[part] = values, key
     return last[1]
 
 
-_LAST: dict[str, tuple[list[Any], tuple[Hashable, ...]]] = {}
+_LAST_KEYS: dict[str, tuple[list[Any], tuple[Hashable, ...]]] = {}
 
 
 def _names_by_part(setup: Any) -> Mapping[str, tuple[str, ...]]:
@@ -195,7 +195,7 @@ def _hashable(value: Any) -> Hashable:
     """Return a hashable form of a field's value. Recipes share values, so each is converted once."""
     known = _WISHES.get(id(value))
     if known is None:
-        if len(_WISHES) >= REMEMBERED_WISHES:
+        if len(_WISHES) >= CACHED_VALUES:
             _WISHES.clear()
         known = _WISHES[id(value)] = value, _content(value)
     return known[1]
@@ -215,4 +215,4 @@ def _content(value: Any) -> Hashable:
 
 @cache
 def _fields_with_effect(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if (kind, field.name) not in WITHOUT_EFFECT)
+    return tuple(field.name for field in fields(kind) if (kind, field.name) not in IGNORED_FIELDS)

@@ -25,7 +25,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from snugfit.prediction.last_step import MOST_REPEATED, NONE_LATE, Frees, LastStep, begin_of_last_step, places
+from snugfit.prediction.last_step import (
+    MOST_REPEATED,
+    NO_LATE_FREES,
+    Frees,
+    LastStep,
+    begin_of_last_step,
+    places,
+)
 from snugfit.rehearsal.trace.trace import MarkKind, Memory, Period, Trace
 
 # Sizes are rounded up to 512 B. Blocks up to 1 MiB are in the small pool, larger ones in the large pool.
@@ -247,7 +254,7 @@ def replay(
     *,
     expandable: bool = False,
     limit: int | None = None,
-    late: Mapping[int, int] = NONE_LATE,
+    late: Mapping[int, int] = NO_LATE_FREES,
 ) -> Replay:
     """Run the trace's allocations and frees through the allocator, and return its statistics.
 
@@ -311,7 +318,7 @@ def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
     return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
 
 
-class Skipped(NamedTuple):
+class SkippedEvents(NamedTuple):
     """Number of events that a replay skips, because they only repeat earlier allocations and frees."""
 
     events: int
@@ -339,7 +346,7 @@ class Repeats:
         self._events = trace.events
         self._known: dict[int, dict[Hashable, int]] = defaultdict(dict)
 
-    def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> Skipped:
+    def skip(self, index: int, state: Hashable, live: Mapping[int, _PoolBlock]) -> SkippedEvents:
         """Return the number of events from `index` on that need no replay in this allocator state, and the
         blocks after them."""
         period = self.begins[index]
@@ -347,19 +354,19 @@ class Repeats:
         oldest = self._first_block(period)
         moved = period.blocks * time
         # The numbers of the period's own blocks are shifted back, so that equal states are equal tuples.
-        own = tuple([(number - moved, one.address) for number, one in live.items() if number >= oldest])
+        own = tuple([(number - moved, block.address) for number, block in live.items() if number >= oldest])
         known = self._known[period.start]
         # The same state occurred some repetitions ago, so the events since then repeat.
         before = known.setdefault((state, own), time)
         if before == time:
-            return Skipped(0)
+            return SkippedEvents(0)
         cycle = time - before
         times = (period.times - time) // cycle * cycle
         by = period.blocks * times
-        return Skipped(
+        return SkippedEvents(
             period.events * times,
             period.events * cycle,
-            {number + by if number >= oldest else number: one for number, one in live.items()},
+            {number + by if number >= oldest else number: block for number, block in live.items()},
         )
 
     def _first_block(self, period: Period) -> int:

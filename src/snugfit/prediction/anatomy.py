@@ -167,7 +167,7 @@ def _curve(trace: Trace, reserved: Sequence[int]) -> Iterable[CurvePoint]:
     numbers = dict(zip(kinds, range(len(kinds)), strict=True))
     kind_of_block = np.array([numbers[block.kind] for block in trace.blocks], np.int8)
     kind_of = kind_of_block[abs(np.array(trace.events, np.int64)) - 1]
-    by_kind = [np.where(kind_of == one, changes, 0).cumsum()[tops].tolist() for one in numbers.values()]
+    by_kind = [np.where(kind_of == number, changes, 0).cumsum()[tops].tolist() for number in numbers.values()]
     current = 0
     for top, *sizes in zip(tops, *by_kind, strict=True):
         # The phase at a point is that of the last mark before it.

@@ -86,14 +86,14 @@ def policy_for(gpu: Gpu | None, software: Software) -> CudaPolicy:
     if gpu.compute_capability is None or gpu.sm_count is None:
         raise GpuError(
             f"{gpu.name} is not a CUDA GPU. Its memory is in the table, but snugfit predicts CUDA GPUs "
-            f"only. {_INSTEAD}"
+            f"only. {_OTHER_GPU_ADVICE}"
         )
     oldest, _ = _oldest_capabilities()
     # GPUs that the installed torch no longer supports may run earlier software.
     if software.name == INSTALLED and gpu.compute_capability < oldest:
         raise GpuError(
             f"The installed torch {_torch()} does not run on {gpu.name}: compute capability "
-            f"{_text(gpu.compute_capability)}, but its builds start at {_text(oldest)}. {_INSTEAD}"
+            f"{_text(gpu.compute_capability)}, but its builds start at {_text(oldest)}. {_OTHER_GPU_ADVICE}"
         )
     return CudaPolicy(
         capability=gpu.compute_capability,
@@ -112,7 +112,7 @@ def _free_bytes(gpu: Gpu) -> int | None:
     return gpu.memory_bytes - (gpu.context_bytes or USUAL_CONTEXT)
 
 
-_INSTEAD = "Try a current CUDA GPU. For a rough answer, try snugfit predict --memory with its size."
+_OTHER_GPU_ADVICE = "Try a current CUDA GPU. For a rough answer, try snugfit predict --memory with its size."
 
 
 def _torch() -> str:
@@ -141,7 +141,7 @@ def common_policy(gpus: Sequence[Gpu | None], software: Software) -> CudaPolicy:
     policies = [policy_for(gpu, software) for gpu in gpus]
     # GPUs with equal kernel choices need one simulation, so one policy of each kind suffices.
     by_decisions = {
-        policy.decisions: policy for policy in policies if policy.may_share == policies[0].may_share
+        policy.decisions: policy for policy in policies if policy.sharing_key == policies[0].sharing_key
     }
     del by_decisions[policies[0].decisions]
     return replace(policies[0], peers=tuple(by_decisions.values()))

@@ -31,21 +31,25 @@ _PER_CENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
 
 def headroom_of(
-    asked: int | str | None, gpu: Gpu | None, memory_bytes: int | None = None, *, one_of_many: bool = False
+    requested: int | str | None,
+    gpu: Gpu | None,
+    memory_bytes: int | None = None,
+    *,
+    one_of_many: bool = False,
 ) -> int:
     """Return the bytes to leave free of `memory_bytes`, or of the GPU's memory if that is None.
 
-    `asked` is in bytes or text (`1GiB`, `2%`); None is the default headroom. Raises `UsageError` for other
-    values. A headroom of all the memory is an error too. It is allowed for a GPU that is `one_of_many`, since
-    others may have more.
+    `requested` is in bytes or text (`1GiB`, `2%`); None is the default headroom. Raises `UsageError` for
+    other values. A headroom of all the memory is an error too. It is allowed for a GPU that is `one_of_many`,
+    since others may have more.
     """
-    if asked is None:
+    if requested is None:
         # An amount that the user names is used in full, unless a headroom is requested.
         return usual_headroom(gpu) if memory_bytes is None else 0
     limit = gpu.memory_bytes if memory_bytes is None and gpu else memory_bytes
-    headroom = _as_bytes(asked, limit)
+    headroom = _as_bytes(requested, limit)
     if limit is not None and headroom >= limit and not one_of_many:
-        raise UsageError(f"headroom: {asked!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
+        raise UsageError(f"headroom: {requested!r} leaves nothing of {show_bytes(limit)} to use. Try 2%.")
     return headroom
 
 
@@ -72,20 +76,24 @@ def may_drive_display(gpu: Gpu) -> bool:
     return any("geforce" in name.lower() for name in gpu.names)
 
 
-def _as_bytes(asked: int | str, limit: int | None) -> int:
-    if isinstance(asked, str):
-        if match := _PER_CENT.fullmatch(asked):
+def _as_bytes(amount: int | str, limit: int | None) -> int:
+    if isinstance(amount, str):
+        if match := _PER_CENT.fullmatch(amount):
             if limit is None:
                 raise UsageError(
-                    f"headroom: {asked!r} is a share of the memory, so name a GPU or an amount of memory."
+                    f"headroom: {amount!r} is a share of the memory, so name a GPU or an amount of memory."
                 )
             share = float(match[1]) / 100
             if share >= 1:  # valid for any memory size of other GPUs
-                raise UsageError(f"headroom: {asked!r} leaves nothing of the memory to use. Try 2%.")
+                raise UsageError(f"headroom: {amount!r} leaves nothing of the memory to use. Try 2%.")
             return int(share * limit)
-        return 0 if asked.strip() == "0" else parse_bytes(asked, what="headroom", or_else=", or a share: 2%")
-    if type(asked) is not int or asked < 0:
-        raise UsageError(
-            f"headroom is {asked!r}; it must be a whole number of bytes from 0, text such as '2%', or None."
+        return (
+            0
+            if amount.strip() == "0"
+            else parse_bytes(amount, quantity="headroom", alternative=", or a share: 2%")
         )
-    return asked
+    if type(amount) is not int or amount < 0:
+        raise UsageError(
+            f"headroom is {amount!r}; it must be a whole number of bytes from 0, text such as '2%', or None."
+        )
+    return amount

@@ -70,7 +70,7 @@ sources are `profile-bert.json` and `profile-roberta.json` of `results/h200-2026
 `results/h100-2026-11-27/clocks.json`.
 """
 
-ADDING_UP = 1e-6
+SPLIT_SUM_SECONDS = 1e-6
 """Seconds of the kernel that sums the parts of a split product, in addition to its memory traffic."""
 
 QUERIES = 64
@@ -260,6 +260,6 @@ def tile_seconds(
             seconds = waves * (2 * height * width * inner / split / flops + rate.wave)
             if split > 1:
                 # Further memory traffic: the parts in fp32, and their sum.
-                seconds += ADDING_UP + (split + 1) * 4 * batch * rows * columns / bandwidth
+                seconds += SPLIT_SUM_SECONDS + (split + 1) * 4 * batch * rows * columns / bandwidth
             best = min(best, seconds)
     return best

@@ -21,10 +21,10 @@ MOST_REPEATED = 12
 """Largest number of replays of the last step, if the allocator's state before the step never repeats."""
 
 
-NONE_LATE: Mapping[int, int] = {}
+NO_LATE_FREES: Mapping[int, int] = {}
 
 
-class TakesBack(Protocol):
+class FreesBlocks(Protocol):
     """Protocol: a simulated allocator that frees blocks."""
 
     def release(self, block: Any) -> None:
@@ -43,7 +43,7 @@ class Frees:
     `late` maps the event of such a free to the later event before which the block is reusable.
     """
 
-    def __init__(self, allocator: TakesBack, late: Mapping[int, int]) -> None:
+    def __init__(self, allocator: FreesBlocks, late: Mapping[int, int]) -> None:
         self._allocator, self._late = allocator, late
         self._dropped: list[tuple[int, int, Any]] = []  # when it is back, a number of its own, the block
 

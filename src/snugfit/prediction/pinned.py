@@ -55,8 +55,8 @@ def pinned_bytes(kernels: Iterable[Kernel]) -> int:
     if PINNING.isdisjoint({kernel.operator for kernel in kernels}):
         return 0
     # A step that reports its page-locked memory has counted all of it.
-    if held := _most(kernels, PINNED_ON_HOST):
-        return held
+    if recorded := _most(kernels, PINNED_ON_HOST):
+        return recorded
     staged = any(kernel.operator == STAGE_OUT for kernel in kernels)
     return waiting_bytes(kernels) + STAGING_BYTES * staged
 
@@ -68,8 +68,8 @@ def host_state_bytes(kernels: Iterable[Kernel]) -> int:
     each weight.
     """
     kernels = tuple(kernels)
-    if held := _most(kernels, HELD_ON_HOST):
-        return held - pinned_bytes(kernels)
+    if recorded := _most(kernels, HELD_ON_HOST):
+        return recorded - pinned_bytes(kernels)
     # AdamW has two moments of the weight's dtype, and `nbytes` is twice the weight's bytes.
     return sum(kernel.nbytes for kernel in kernels if kernel.operator == UPDATE_ON_HOST)
 

@@ -97,7 +97,7 @@ def predict(
     available = memory_bytes if memory_bytes is not None else gpu.memory_bytes if gpu else None
     several = exchanges().ranks_to_rehearse(part, setup)
     traces = {rank: _rehearse(part, setup, gpu, profile, loop, trainer_class, rank) for rank in several}
-    ranks = [_foresee_rank(*one, gpu, profile, setup, loop, rates) for one in traces.items()]
+    ranks = [_predict_rank(*arguments, gpu, profile, setup, loop, rates) for arguments in traces.items()]
     shown = max(ranks, key=attrgetter("needed_bytes"))
     trace, peak = shown.trace, shown.trace.peak().position
     differing = exchanges().differing(ranks, part, setup, gpu)
@@ -138,7 +138,7 @@ def _about_bytes(
     yield from (*shown.doubts, *doubts_about(gpu, profile))
 
 
-def _foresee_rank(
+def _predict_rank(
     rank: int,
     trace: Trace,
     gpu: Gpu | None,
@@ -179,7 +179,7 @@ def _rehearse(
     rank: int,
 ) -> Trace:
     # An import in the middle of a step may change its trace, so it runs before.
-    if _wants_more(setup) or loop != "plain":
+    if _imports_modules_late(setup) or loop != "plain":
         complete_imports()
     put_off = are_put_off()
     trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
@@ -188,7 +188,7 @@ def _rehearse(
     return trace
 
 
-def _wants_more(setup: Setup) -> bool:
+def _imports_modules_late(setup: Setup) -> bool:
     """Return True if the step uses modules whose import is deferred: the compiler, or libraries that import
     it.
     """
@@ -249,7 +249,7 @@ def _host_bytes(job: Job, setup: Setup, shown: ForeseenRank, ranks: Sequence[For
         + pinned_bytes(trace.kernels)
         + host_state_bytes(trace.kernels)
     )
-    weights = exchanges().weights_on_host(job, setup, [one.trace for one in ranks], loop)
+    weights = exchanges().weights_on_host(job, setup, [rank.trace for rank in ranks], loop)
     # A model that is built on the host is in memory before CUDA's context, and freed before training.
     return max(training, IMPORTED_BYTES + weights)
 

@@ -384,9 +384,11 @@ def _measured_rates() -> dict[str, Rates]:
     return {key: Rates.from_json(entry) for key, entry in json.loads(text).items()}
 
 
-def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
-    """Scale the hardware rates `known`, measured on the GPU `of`, by the data sheets to another GPU."""
-    if not gpu.bandwidth or not gpu.sm_count or not of.bandwidth or not gpu.peak_dense.get("fp32"):
+def _scale(known: Rates, measured_gpu: Gpu, gpu: Gpu) -> Rates:
+    """Scale the hardware rates `known`, measured on the GPU `measured_gpu`, by the data sheets to another
+    GPU.
+    """
+    if not gpu.bandwidth or not gpu.sm_count or not measured_gpu.bandwidth or not gpu.peak_dense.get("fp32"):
         raise GpuError(
             f"{gpu.key}: its bandwidth, multiprocessors or peak rates are not in the table, so its "
             "seconds are not known. Its memory is predicted. For seconds, run snugfit calibrate on it."
@@ -394,11 +396,14 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
     products = {
         precision: replace(rate, flops=flops)
         for precision, rate in known.products.items()
-        if (flops := _products_flops(rate, precision, of, gpu)) is not None
+        if (flops := _products_flops(rate, precision, measured_gpu, gpu)) is not None
     }
     # Attention in 32 bits is scaled by the fp32 peak, and all other attention by the 16-bit peak.
-    faster = {False: _peak(gpu, "fp32") / _peak(of, "fp32"), True: _peak(gpu, "fp16") / _peak(of, "fp16")}
-    wider, busier = gpu.bandwidth / of.bandwidth, _instructions(gpu) / _instructions(of)
+    faster = {
+        False: _peak(gpu, "fp32") / _peak(measured_gpu, "fp32"),
+        True: _peak(gpu, "fp16") / _peak(measured_gpu, "fp16"),
+    }
+    wider, busier = gpu.bandwidth / measured_gpu.bandwidth, _instructions(gpu) / _instructions(measured_gpu)
     patterns = {
         name: (_scale_pattern(rate, known.bandwidth, wider, busier), start)
         for name, (rate, start) in known.patterns.items()
@@ -413,7 +418,7 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
             for name, (flops, start) in known.attention.items()
         },
         bandwidth=known.bandwidth * wider,
-        link=known.link * host_link_bandwidth(gpu) / host_link_bandwidth(of),
+        link=known.link * host_link_bandwidth(gpu) / host_link_bandwidth(measured_gpu),
         patterns=patterns,
         host=known.host.slower(OTHER_HOST),
         source=f"scaled from {known.gpu} by the data sheets",
@@ -421,19 +426,21 @@ def _scale(known: Rates, of: Gpu, gpu: Gpu) -> Rates:
     )
 
 
-def _products_flops(rate: MatmulRate, precision: str, of: Gpu, gpu: Gpu) -> float | None:
-    """Return `MatmulRate.flops` of another GPU than `of`; None if it has no such precision.
+def _products_flops(rate: MatmulRate, precision: str, measured_gpu: Gpu, gpu: Gpu) -> float | None:
+    """Return `MatmulRate.flops` of another GPU than `measured_gpu`; None if it has no such precision.
 
     Published rates of matrix products replace the data sheet's peak. Their fastest product bounds the fastest
     tile. Within an architecture, clocks depend on power in the same way, so their ratio applies.
     """
-    own, measured = ((one.achieved.get("torch_matmul_best_tflops") or {}).get(precision) for one in (gpu, of))
-    if own and measured and gpu.architecture == of.architecture:
+    own, measured = (
+        (rates.achieved.get("torch_matmul_best_tflops") or {}).get(precision) for rates in (gpu, measured_gpu)
+    )
+    if own and measured and gpu.architecture == measured_gpu.architecture:
         return rate.flops * float(own) / float(measured)
     if own:
         return float(own) * 1e12 / max(1.0, *rate.efficiency)
     peak = gpu.peak_dense.get(precision)
-    return rate.flops * peak / of.peak_dense[precision] if peak else None
+    return rate.flops * peak / measured_gpu.peak_dense[precision] if peak else None
 
 
 def _in_32_bits(attention: str) -> bool:

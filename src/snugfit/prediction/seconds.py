@@ -98,7 +98,7 @@ LINK_BOUND_ABOVE = 1.05
 bottleneck (chosen).
 """
 
-BY_PYTHON = {
+PYTHON_COST_FIELDS = {
     SHARD_HOOKS: "shard_hook",
     SHARDED_OPERANDS: "sharded_operand",
     PART_OPERATORS: "part_operator",
@@ -195,7 +195,7 @@ def queue_of(
     return LaunchQueue(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
 
 
-class _Distinct:
+class _DistinctKernels:
     """Index of the distinct kernel objects of a trace, since equal micro-batches refer to the same
     objects.
     """
@@ -209,7 +209,7 @@ class _Distinct:
         self.numbers = [*map(numbers.__getitem__, map(id, kernels))]
 
 
-_LAST: list[_Distinct] = []
+_DISTINCT_CACHE: list[_DistinctKernels] = []
 """Cache of the index of different kernels in the last tuple, since several functions process the same tuple
 in turn.
 """
@@ -221,13 +221,13 @@ def each_once(value: Callable[[Kernel], _T], kernels: Sequence[Kernel]) -> list[
     """
     # A list may change, so only tuples are cached.
     if type(kernels) is not tuple:
-        distinct = _Distinct(kernels)
+        distinct = _DistinctKernels(kernels)
     # Tuples are compared by identity, since they may be long.
-    elif _LAST and _LAST[0].kernels is kernels:
-        distinct = _LAST[0]
+    elif _DISTINCT_CACHE and _DISTINCT_CACHE[0].kernels is kernels:
+        distinct = _DISTINCT_CACHE[0]
     else:
-        distinct = _Distinct(kernels)
-        _LAST[:] = [distinct]
+        distinct = _DistinctKernels(kernels)
+        _DISTINCT_CACHE[:] = [distinct]
     values = [value(kernel) for kernel in distinct.unique]
     return [*map(values.__getitem__, distinct.numbers)]
 
@@ -265,7 +265,9 @@ def model_peak_seconds(kernels: Sequence[Kernel], gpu: Gpu) -> float:
         is_own = (kernel.phase in MODELS_OWN or _is_forward(kernel)) and not kernel.recomputed
         return _arithmetic(kernel, gpu) if is_own and group_of(kernel.operator) == CONTRACTIONS else None
 
-    return sum((one for one in each_once(seconds, kernels) if one is not None), 0.0)
+    return sum(
+        (kernel_seconds for kernel_seconds in each_once(seconds, kernels) if kernel_seconds is not None), 0.0
+    )
 
 
 def queue_roles(kernels: Sequence[Kernel]) -> list[int]:
@@ -394,8 +396,8 @@ def _own_launch(kernel: Kernel, host: HostLaunchCosts) -> float:
         launch = host.generated if kernel.operator.startswith(GENERATED) else host.in_program
     elif kernel.operator == UPDATE_ON_HOST:
         launch = UPDATE_PASSES * _own_bytes(kernel) / HOST_BANDWIDTH[kernel.itemsize]
-    elif kernel.operator in BY_PYTHON:
-        launch = getattr(host, BY_PYTHON[kernel.operator]) * kernel.tensors
+    elif kernel.operator in PYTHON_COST_FIELDS:
+        launch = getattr(host, PYTHON_COST_FIELDS[kernel.operator]) * kernel.tensors
     elif kernel.operator in BY_HOST:
         rate = DISK_BANDWIDTH if kernel.operator == SWAPPED else HOST_BANDWIDTH[4]
         # Other entries of the host have no work.

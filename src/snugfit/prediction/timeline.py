@@ -87,10 +87,12 @@ def time_kernels(
 def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
     """Return the begin and end of each phase of a step, on the host and on the device, in order."""
     spans: list[PhaseSpan] = []
-    for phase, members in groupby(timed, key=lambda one: one.kernel.phase):
+    for phase, members in groupby(timed, key=lambda timed_kernel: timed_kernel.kernel.phase):
         part = list(members)
         # Copies and exchanges run in parallel, so they do not delimit the phase on the device.
-        run = [one for one in part if one.kernel.operator not in COPIES | COLLECTIVES] or part
+        run = [
+            timed_kernel for timed_kernel in part if timed_kernel.kernel.operator not in COPIES | COLLECTIVES
+        ] or part
         first, last = part[0], part[-1]
         spans.append(
             PhaseSpan(
@@ -98,7 +100,7 @@ def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
                 phase=phase,
                 start_seconds=first.launch,
                 end_seconds=last.launch + last.launch_seconds,
-                busy_seconds=sum(one.launch_seconds for one in part),
+                busy_seconds=sum(timed_kernel.launch_seconds for timed_kernel in part),
             )
         )
         spans.append(
@@ -107,7 +109,7 @@ def phase_spans(timed: Iterable[TimedKernel]) -> tuple[PhaseSpan, ...]:
                 phase=phase,
                 start_seconds=run[0].start,
                 end_seconds=run[-1].start + run[-1].device_seconds,
-                busy_seconds=sum(one.device_seconds for one in run),
+                busy_seconds=sum(timed_kernel.device_seconds for timed_kernel in run),
             )
         )
     return tuple(spans)

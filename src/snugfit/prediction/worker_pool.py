@@ -37,10 +37,10 @@ reference cycles. Models have cycles, of some megabytes each. With a tenth of th
 collection took 5 % of a plan's time. With Python's default it took 20 % of a prediction's time.
 """
 
-ENDS_WITHIN = 2.0
+END_SECONDS = 2.0
 """Seconds that a worker process has to end by itself after its last call."""
 
-UNGUARDED = 76
+UNGUARDED_EXIT_CODE = 76
 """Exit code of a worker process that imported a user's script without a `__main__` guard, and would start
 workers itself.
 """
@@ -58,7 +58,7 @@ class Question(NamedTuple):
     arguments: tuple[Any, ...] = ()
 
 
-class Answer(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a method call in a worker."""
 
     number: int
@@ -85,7 +85,7 @@ class _Worker:
         except OSError:
             raise self._death() from None
 
-    def receive(self) -> Answer:
+    def receive(self) -> CallResult:
         """Wait for the answer to the last call, and return it.
 
         Raises `SnugfitError` when the process has died. Raises `RuntimeError` with the worker's traceback for
@@ -97,12 +97,12 @@ class _Worker:
             raise self._death() from None
         if bug:
             raise RuntimeError(f"in a worker process:\n{bug}")
-        return Answer(*answer)
+        return CallResult(*answer)
 
     def _death(self) -> SnugfitError:
         # The exit code is known only after the process has ended.
-        self.process.join(ENDS_WITHIN)
-        if self.process.exitcode != UNGUARDED:
+        self.process.join(END_SECONDS)
+        if self.process.exitcode != UNGUARDED_EXIT_CODE:
             return SnugfitError(
                 "A worker process was killed, perhaps because memory ran out. Try one worker "
                 "(--workers 1; workers=1 in Python)."
@@ -113,13 +113,13 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Wait for the process to end, and kill it after `ENDS_WITHIN` seconds. The caller has closed its
+        """Wait for the process to end, and kill it after `END_SECONDS` seconds. The caller has closed its
         connection."""
-        self.process.join(ENDS_WITHIN)
+        self.process.join(END_SECONDS)
         if self.process.is_alive():
             self.process.kill()
             # The answers have arrived, so nothing depends on the end of this process.
-            self.process.join(ENDS_WITHIN)
+            self.process.join(END_SECONDS)
 
 
 class SpareProcesses:
@@ -145,27 +145,29 @@ class WorkerPool:
         self.workers, self._another = workers, another
         self._helpers: list[_Worker] = []
 
-    def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
+    def results(
+        self, next_call: Callable[[int], Question | None], *, helped: bool = False
+    ) -> Iterator[CallResult]:
         """Send the method call that `ask(worker number)` returns to each idle worker, and yield each answer
         when it arrives.
 
-        Iteration ends when `ask` returns None for every worker. With `helped`, helpers (additional processes)
-        receive calls too.
+        Iteration ends when `next_call` returns None for every worker. With `helped`, helpers (additional
+        processes) receive calls too.
         """
         busy: dict[Any, _Worker] = {}
         while True:
             # An object in this process returns its answer at once, without a pipe.
-            at_once: list[Answer] = []
+            at_once: list[CallResult] = []
             if helped and (helper := self._another()) is not None:
                 self._helpers.append(helper)
             for number, worker in enumerate([*self.workers, *(self._helpers if helped else ())]):
-                if worker in busy.values() or (question := ask(number)) is None:
+                if worker in busy.values() or (question := next_call(number)) is None:
                     continue
                 if isinstance(worker, _Worker):
                     worker.send(question)
                     busy[worker.connection] = worker
                 else:
-                    at_once.append(_answer(worker, question))
+                    at_once.append(_call(worker, question))
             yield from at_once
             if not busy and not at_once:
                 return
@@ -176,20 +178,20 @@ class WorkerPool:
         self,
         questions: Iterable[Question],
         is_for: Callable[[int, Question], bool] = lambda worker, question: True,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[CallResult]:
         """Run these method calls in the workers, and yield each answer when it arrives.
 
         Each call goes to the next idle worker or helper for which `is_for(worker number, question)` is True.
         """
         waiting = list(questions)
 
-        def ask(worker: int) -> Question | None:
-            question = next((one for one in waiting if is_for(worker, one)), None)
+        def next_call(worker: int) -> Question | None:
+            question = next((candidate for candidate in waiting if is_for(worker, candidate)), None)
             if question is not None:
                 waiting.remove(question)
             return question
 
-        return self.answers(ask, helped=True)
+        return self.results(next_call, helped=True)
 
 
 @contextmanager
@@ -198,17 +200,17 @@ def worker_pool(
     *,
     workers: int,
     preload: Sequence[str] = (),
-    apart: bool = False,
+    own_process: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
     """Yield a pool of this number of processes, each with an object that `make` creates there.
 
     The object is in this process instead if `make` cannot be pickled. The same holds for one worker, unless
-    `apart` requires its own process. `preload` names further modules that the fork server imports. Helpers
-    are started while `spare` has processes.
+    `own_process` requires its own process. `preload` names further modules that the fork server imports.
+    Helpers are started while `spare` has processes.
     """
     # Without a pickle, another process could not create the object.
-    if (workers <= 1 and not apart) or not is_picklable(make):
+    if (workers <= 1 and not own_process) or not is_picklable(make):
         yield WorkerPool([make()])
         return
     context = _context(preload)
@@ -246,13 +248,13 @@ def few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def start_fork_server(preload: Sequence[str], *, for_what: Any) -> None:
+def start_fork_server(preload: Sequence[str], *, worker_object: Any) -> None:
     """Start the fork server (parent of worker processes). It imports these modules while this process
     continues.
 
-    Do nothing if the workers' object `for_what` cannot be pickled, since no worker starts then.
+    Do nothing if the workers' object `worker_object` cannot be pickled, since no worker starts then.
     """
-    if is_picklable(for_what):
+    if is_picklable(worker_object):
         _context(preload)
 
 
@@ -287,11 +289,11 @@ def map_in_processes(
                 yield value
 
 
-def is_picklable(what: Any) -> bool:
+def is_picklable(value: Any) -> bool:
     """Return True if an object can be pickled for a worker process. Objects defined in a script without a
     file (stdin) cannot."""
     try:
-        sent = pickle.dumps(what)
+        sent = pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
     # A script from stdin has no file that a worker could import.
@@ -332,7 +334,7 @@ def _context(preload: Sequence[str]) -> Any:
     """
     # This process is a worker that imports the user's script again, and must not start workers itself.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(UNGUARDED)  # the parent reports the reason
+        os._exit(UNGUARDED_EXIT_CODE)  # the parent reports the reason
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     if threading.current_thread() is not threading.main_thread():  # other threads may not change signals
@@ -350,11 +352,11 @@ def _itself(function: _Item) -> _Item:
     return function
 
 
-def _answer(target: Any, question: Question) -> Answer:
+def _call(target: Any, question: Question) -> CallResult:
     try:
-        return Answer(question.number, getattr(target, question.method)(*question.arguments))
+        return CallResult(question.number, getattr(target, question.method)(*question.arguments))
     except SnugfitError as error:
-        return Answer(question.number, error)
+        return CallResult(question.number, error)
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------
@@ -380,7 +382,7 @@ def _serve(questions: Connection, make: Callable[[], Any]) -> None:
         except EOFError:
             return
         try:
-            answer: tuple[Answer | None, str] = _answer(target, question), ""
+            answer: tuple[CallResult | None, str] = _call(target, question), ""
         except Exception:
             answer = None, traceback.format_exc()
         try:

@@ -46,7 +46,7 @@ WRITTEN_SHARE = 0.5
 """Seconds to write the trace of one layer, as a share of the seconds to simulate it (chosen)."""
 
 # If the distance were odd, the last layer's buffers would be at the other of the two places.
-IN_TURNS = 2
+ALTERNATING_LAYERS = 2
 """Number of consecutive layers whose buffers alternate between the same addresses."""
 
 
@@ -54,7 +54,7 @@ RecordPasses = Callable[["Job", Setup, "Policy"], Part]
 """Type of a function that simulates the forward and backward passes of a job and returns their recording."""
 
 
-class _Shallow(NamedTuple):
+class _ShallowPasses(NamedTuple):
     """Recorded forward and backward passes of a model with few layers, and Inductor's choices for its
     compiled code.
     """
@@ -116,7 +116,7 @@ def passes_from_few_layers(
     depth = depth_of(job, setup) if job.trains else None
     if depth is None:
         return None
-    asked, repeats, _ = periodic_setup(setup, depth.layers)
+    periodic, repeats, _ = periodic_setup(setup, depth.layers)
     # Checkpointing must repeat together with the layer types.
     period = math.lcm(depth.period, repeats)
     layers = _shallow_layers(depth.layers, period)
@@ -125,7 +125,9 @@ def passes_from_few_layers(
     # Two shallow models must cost less than the deep one, including the time to write its trace.
     if 2 * layers + period + written >= depth.layers:
         return None
-    shallow, deeper = (_rehearse(depth, job, asked, policy, few, record) for few in (layers, layers + period))
+    shallow, deeper = (
+        _rehearse(depth, job, periodic, policy, few, record) for few in (layers, layers + period)
+    )
     periods = (depth.layers - layers) // period - 1
     return _deepen_passes(shallow, deeper, periods, compiled=is_one_program)
 
@@ -142,22 +144,24 @@ def _repeats_layers(setup: Setup) -> bool:
 def _shallow_layers(layers: int, period: int) -> int:
     """Return the number of layers of the small model that is simulated in place of one with `layers` layers.
 
-    The small model plus one period differs from the full model by a multiple of `IN_TURNS` periods.
+    The small model plus one period differs from the full model by a multiple of `ALTERNATING_LAYERS` periods.
     """
     fewest = FEWEST_PERIODS * period
-    return fewest + (layers - fewest - period) % (IN_TURNS * period)
+    return fewest + (layers - fewest - period) % (ALTERNATING_LAYERS * period)
 
 
 def _rehearse(
     depth: Depth, job: Job, setup: Setup, policy: Policy, layers: int, record: RecordPasses
-) -> _Shallow:
+) -> _ShallowPasses:
     with ExitStack() as stack:
         noted = [stack.enter_context(decisions()) for decisions in hooks("program_decisions")]
         part = record(depth.shallower(job, layers), setup, policy)
-    return _Shallow(part, list(chain(*noted)))
+    return _ShallowPasses(part, list(chain(*noted)))
 
 
-def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compiled: bool) -> Part | None:
+def _deepen_passes(
+    shallow: _ShallowPasses, deeper: _ShallowPasses, periods: int, *, compiled: bool
+) -> Part | None:
     # Warnings may contain layer numbers, which cannot be extrapolated in a sentence.
     if shallow.part.trace.doubts != deeper.part.trace.doubts:
         return None
@@ -169,22 +173,25 @@ def _deepen_passes(shallow: _Shallow, deeper: _Shallow, periods: int, *, compile
     trace = deepen(shallow.part.trace, deeper.part.trace, periods, compiled=compiled)
     if gradients is None or shared is None or trace is None:
         return None
-    have = [deeper.part.has_gradient(one.like) for one in gradients]
+    have = [deeper.part.has_gradient(gradient.like) for gradient in gradients]
     return Part(trace, tuple(number for number, has in enumerate(have) if has), shared=shared)
 
 
-def _decide_alike(shallow: _Shallow, deeper: _Shallow, periods: int) -> bool:
+def _decide_alike(shallow: _ShallowPasses, deeper: _ShallowPasses, periods: int) -> bool:
     """Return True if Inductor chooses the same kernels for these two small models, so that the choices hold
     for the full model.
     """
-    few, more = ({id(one): one for one in model.decisions} for model in (shallow, deeper))
+    few, more = ({id(decision): decision for decision in model.decisions} for model in (shallow, deeper))
     # If both models have the same objects, their programs are those of single layers.
     if few.keys() == more.keys():
         return True
     if len(shallow.decisions) != len(deeper.decisions):
         return False
-    pairs = {(id(one), id(other)): (one, other) for one, other in zip(shallow.decisions, deeper.decisions)}
-    return all(one.are_alike(other, periods) for one, other in pairs.values())
+    pairs = {
+        (id(decision), id(other)): (decision, other)
+        for decision, other in zip(shallow.decisions, deeper.decisions)
+    }
+    return all(decision.are_alike(other, periods) for decision, other in pairs.values())
 
 
 def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[SharedBlock, ...] | None:
@@ -204,7 +211,7 @@ def _grow_shared_blocks(shallow: Part, deeper: Part, periods: int) -> tuple[Shar
     grown = grow(entries(shallow), entries(deeper), periods)
     if grown is None:
         return None
-    blocks = ((deeper.shared[one.like], one.numbers) for one in grown)
+    blocks = ((deeper.shared[entry.like], entry.numbers) for entry in grown)
     return tuple(
         block._replace(
             views=tuple(view._replace(number=at) for view, at in zip(block.views, numbers, strict=True))

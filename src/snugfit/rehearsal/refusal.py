@@ -10,7 +10,7 @@ import re
 import traceback
 from typing import TYPE_CHECKING
 
-from snugfit.errors import ModelError, RehearsalError, SnugfitError, lacks_package
+from snugfit.errors import ModelError, RehearsalError, SnugfitError, missing_package_message
 from snugfit.rehearsal.record.asker import CodeLine, module_of
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _RUNS_OPERATORS = "snugfit.rehearsal.record.shape_cache"
 _RUNS_MODULES = "snugfit.step."
 
-_NOT_HERE = (
+_NO_GPU_HINT = (
     "This fails because this machine has no such device. On a GPU the step may work: measure it there, "
     "with snugfit measure."
 )
 _KNOWN = {
-    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NOT_HERE,
-    "requires CUDA support|without ATen_cuda": _NOT_HERE,
-    "on meta device|INTERNAL ASSERT": _NOT_HERE,
+    "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NO_GPU_HINT,
+    "requires CUDA support|without ATen_cuda": _NO_GPU_HINT,
+    "on meta device|INTERNAL ASSERT": _NO_GPU_HINT,
     "not on the expected device|same device|device mismatch": (
         "Its code mixes tensors on the CPU with tensors on the GPU, which fails on a GPU too. Create them "
         "with device=x.device, or register them as buffers of the module that uses them."
@@ -57,25 +57,25 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
     # The architecture's code reads a key that the config does not have, so the config is wrong.
     if key := _lacking_key(error):
         return ModelError(
-            f'{name}: its config has no "{key}", which {job.task} needs{_where(error)}. Add it to '
+            f'{name}: its config has no "{key}", which {job.task} needs{_place(error)}. Add it to '
             "config.json, or choose another task."
         )
-    if lacking := lacks_package(name, error):
+    if lacking := missing_package_message(name, error):
         return ModelError(lacking)
     return RehearsalError(f"{name} could not be simulated{_reason(job, error)}")
 
 
 def _reason(job: Job, error: Exception) -> str:
     """Return the rest of the error message: the cause, its meaning for a real step, and a remedy."""
-    cause, where, last = _first_line(error), _where(error), _frames(error)[-1]
+    cause, module, last = _first_line(error), _place(error), _frames(error)[-1]
     # Code for a missing device raises the same types as code whose shapes depend on data. The message
     # distinguishes them.
     if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
-        return f": {cause}{where}. {hint}"
+        return f": {cause}{module}. {hint}"
     # torch raises this on `meta` for a shape or number that depends on data. A real step may still work.
     if isinstance(error, NotImplementedError):
         return (
-            f": {_what_depends(error)}{where}. A prediction knows shapes but no data, so it cannot follow "
+            f": {_what_depends(error)}{module}. A prediction knows shapes but no data, so it cannot follow "
             "this step. Measure it instead, with snugfit measure."
         )
     # the loop that takes the loss from a user's module fails at the module's output
@@ -93,7 +93,7 @@ def _reason(job: Job, error: Exception) -> str:
         )
     # The model's own code fails on these shapes.
     return (
-        f": {cause}{where}. A real step most likely fails there too. Check that the sizes in the config "
+        f": {cause}{module}. A real step most likely fails there too. Check that the sizes in the config "
         "match, and that the task suits the model. If a real step works, measure it, with snugfit measure."
     )
 
@@ -125,7 +125,7 @@ def _is_ours(error: Exception, last: FrameType) -> bool:
     return module != _RUNS_OPERATORS and not isinstance(error, RuntimeError)
 
 
-def _where(error: Exception) -> str:
+def _place(error: Exception) -> str:
     """Return the failing line of the model's code: the last stack frame outside of torch and snugfit. It is
     empty if there is none.
     """

@@ -101,7 +101,7 @@ def rehearse(
         _refuse_no_trainer(trainer_class, loop)
     if (added := job.added_phase) is not None:
         whole_trace: Trace = added.rehearse(
-            job, lambda one: open_it(one, setup), lambda step, count: record_step(step, policy, count), steps
+            job, lambda new: open_it(new, setup), lambda step, count: record_step(step, policy, count), steps
         )
         return whole_trace
     # A user's own Trainer may have counters, so its steps are recorded in full.
@@ -171,9 +171,9 @@ def _overrides(
     from snugfit.rehearsal.device.overrides import in_force
 
     for surrounds in (True, False):
-        for one in features():
-            if one.surrounds_policy is surrounds:
-                yield one.simulation_overrides(setup, policy, recorder, notes)
+        for feature in features():
+            if feature.surrounds_policy is surrounds:
+                yield feature.simulation_overrides(setup, policy, recorder, notes)
         if surrounds:
             yield in_force(policy, notes)
 
@@ -189,7 +189,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
     recorder.rank, recorder.memory.kind_of = step.rank, step.kind_of
     for sentence in step.job.model.doubts:
-        recorder.doubt(sentence)
+        recorder.warn(sentence)
     gradients = MissingGradients()
     with _without_collector(), contextlib.ExitStack() as stack:
         stack.enter_context(no_hub_kernels())  # a late import (Adafactor) may load some
@@ -197,7 +197,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
         warnings.simplefilter("ignore")
         # Only this warning of the model's code belongs in the prediction.
         warnings.simplefilter("always", AssumedLoss)
-        notes = PolicyNotes(recorder.claim, recorder.doubt, recorder.current_phase)
+        notes = PolicyNotes(recorder.claim, recorder.warn, recorder.current_phase)
         stack.enter_context(
             rehearsal_context(step.setup, on_gpu=isinstance(policy, CudaPolicy))
         )  # the package's code may compile itself at import
@@ -205,31 +205,31 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
             stack.enter_context(overrides)
         # A copy of the module does not show that it was compiled, so the user's own object is examined.
         if step.job.model.module is not None and is_compiled(step.job.model.module):
-            recorder.doubt(COMPILED)
+            recorder.warn(COMPILED)
         if step.job.model.module is not None and isinstance(policy, CudaPolicy):
             stack.enter_context(cuda_names(policy, notes, recorder.wait))
         if (code := _code_of(step.job)) is not None and makes_on_the_host(code):
             stack.enter_context(CudaNames(recorder.current_phase, only=code.__name__))
         try:
-            with recorder, sets_in_order(step.job), gradients.follow():
+            with recorder, sets_in_order(step.job), gradients.inspect_first_step():
                 step.run(steps, recorder)
         except SnugfitError:
             raise
         except Exception as error:  # the model's own code fails on shapes, or snugfit has a bug
             raise refusal(step.job, error) from error
         for warning in caught:
-            recorder.doubt(str(warning.message))
+            recorder.warn(str(warning.message))
         if step.model is not None and (sentence := gradients.sentence(step.model)):
-            recorder.doubt(sentence)
+            recorder.warn(sentence)
         if step.model is not None and (sentence := _left_on_the_host(step.model)):
-            recorder.doubt(sentence)
+            recorder.warn(sentence)
         for doubts in hooks("optimizer_doubts"):
             for sentence in doubts(getattr(step, "optimizer", None)):
-                recorder.doubt(sentence)
+                recorder.warn(sentence)
         recording = recorder.recording(notes.attention)
         # Model and recorder reference each other until the collector runs, so the large lists are cleared
         # now.
-        recorder.forget()
+        recorder.clear()
         return recording
 
 
@@ -238,7 +238,7 @@ def _recorder_class(setup: Setup) -> type[Recorder]:
     from snugfit.rehearsal.record.recorder import Recorder
 
     own = (class_for(setup) for class_for in hooks("recorder_class"))
-    return next((one for one in own if one is not None), Recorder)
+    return next((kind for kind in own if kind is not None), Recorder)
 
 
 def _left_on_the_host(model: Any) -> str:
@@ -336,7 +336,7 @@ class MissingGradients:
         self._missing: set[torch.Tensor] | None = None
 
     @contextlib.contextmanager
-    def follow(self) -> Iterator[None]:
+    def inspect_first_step(self) -> Iterator[None]:
         """Context in which the first optimizer step is inspected."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -348,8 +348,10 @@ class MissingGradients:
 
     def _find_missing(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._missing is None:
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            self._missing = {one for one in parameters if one.requires_grad and one.grad is None}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._missing = {
+                parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None
+            }
 
     def sentence(self, model: torch.nn.Module) -> str:
         """Return a warning with the number of parameters without gradients and their modules; empty if all
@@ -378,5 +380,5 @@ class MissingGradients:
         for inner, child in module.named_children() if missing else ():
             yield from self._modules(child, f"{name}.{inner}" if name else inner)
         for inner, parameter in module.named_parameters(recurse=False):
-            if any(parameter is one for one in missing):
+            if any(parameter is weight for weight in missing):
                 yield f"{name}.{inner}" if name else inner

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.rehearse import STEPS, record_step
-from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, PhaseStart, RelativeTrace, TraceEvent
 from snugfit.rehearsal.trace.repeat import (
     RECORDED_MICRO_BATCHES,
     RECORDED_STEPS,
@@ -105,7 +105,7 @@ class Part:
     @property
     def waits(self) -> int:
         """Number of times that the host waits for the device in the last step."""
-        return sum(move is MarkKind.WAIT for move in self.trace.moves)
+        return sum(event is MarkKind.WAIT for event in self.trace.moves)
 
     @cached_property
     def split(self) -> SplitSteps:
@@ -122,7 +122,7 @@ class Part:
     @cached_property
     def workspaces(self) -> Sequence[Alloc]:
         """Allocations of workspaces (such as cuBLAS's) in this part that are never freed."""
-        return kept_workspaces(self.trace.moves)
+        return permanent_workspaces(self.trace.moves)
 
 
 def without_update(setup: Setup) -> Setup:
@@ -189,15 +189,15 @@ def splice(passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun
     if second.build[: len(first.build)] != first.build or _frees(first.rest) != _frees(second.rest):
         return None
     try:
-        moves = (*second.build, *_join(passes, update), *first.rest)
+        events = (*second.build, *_join(passes, update), *first.rest)
         doubts = tuple(dict.fromkeys((*passes.trace.doubts, *update.trace.doubts)))
-        joined = replace(passes.trace, moves=moves, doubts=doubts)
+        joined = replace(passes.trace, moves=events, doubts=doubts)
         return repeat(joined, steps=STEPS, micro_batches=micro_batches)
     except LookupError:
         return None
 
 
-def _join(passes: Part, update: Part) -> Iterator[Move]:
+def _join(passes: Part, update: Part) -> Iterator[TraceEvent]:
     """Yield the events of each step's forward and backward, then those of its update, which frees the
     gradients. Raise `LookupError` if the gradients differ from those of the recorded update.
     """
@@ -217,54 +217,54 @@ def _join(passes: Part, update: Part) -> Iterator[Move]:
         if len(sizes) != update.gradient_blocks or sizes != [spliced.allocs[block].nbytes for block in real]:
             raise LookupError("the gradients do not match")
         mapping |= zip(stand_ins, real, strict=True)
-        for move in updating:
-            if isinstance(move, Free):
+        for event in updating:
+            if isinstance(event, Free):
                 # A free refers to its block by the position among live blocks, which changes once the passes'
                 # blocks exist.
-                yield spliced.free_of(mapping[standalone.free(move)])
+                yield spliced.free_of(mapping[standalone.free(event)])
                 continue
-            if isinstance(move, Alloc):
-                block = standalone.alloc(move)
+            if isinstance(event, Alloc):
+                block = standalone.alloc(event)
                 # The forward pass already allocated this workspace in the same thread.
-                if move in takes and move.operator in taken:
+                if event in takes and event.operator in taken:
                     continue
-                mapping[block] = spliced.alloc(move)
-            yield move
+                mapping[block] = spliced.alloc(event)
+            yield event
 
 
-def kept_workspaces(moves: Sequence[Move]) -> list[Alloc]:
+def permanent_workspaces(events: Sequence[TraceEvent]) -> list[Alloc]:
     """Return the workspaces that a thread allocates once and never frees.
 
     An update runs on the thread of the forward pass, which has allocated its own already.
     """
     kind = str(Kind.WORKSPACES)
     # A workspace that is freed and allocated again (in CUDA graphs) is not permanent.
-    freed = {move.stack for move in moves if type(move) is Free and move.stack.kind == kind}
-    allocs = (move for move in moves if type(move) is Alloc and move.kind == kind)
+    freed = {event.stack for event in events if type(event) is Free and event.stack.kind == kind}
+    allocs = (event for event in events if type(event) is Alloc and event.kind == kind)
     return [alloc for alloc in allocs if alloc.stack not in freed]
 
 
 class SplitUpdate(NamedTuple):
     """The events (allocations, frees, kernels) of one step, split where its last backward pass ends."""
 
-    passes: Sequence[Move]
-    update: Sequence[Move]
+    passes: Sequence[TraceEvent]
+    update: Sequence[TraceEvent]
 
 
-def split_update(moves: Sequence[Move]) -> SplitUpdate:
+def split_update(events: Sequence[TraceEvent]) -> SplitUpdate:
     """Split the events of a step where clipping or the update begins."""
     ends = next(
-        at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase in UPDATING
+        at for at, event in enumerate(events) if isinstance(event, PhaseStart) and event.phase in UPDATING
     )
-    return SplitUpdate(moves[:ends], moves[ends:])
+    return SplitUpdate(events[:ends], events[ends:])
 
 
 UPDATING = ("clip", "update")
 """Phases of a step after its forward and backward passes."""
 
 
-def _frees(moves: Sequence[Move]) -> Counter[Alloc]:
-    return Counter(move.stack for move in moves if isinstance(move, Free))
+def _frees(events: Sequence[TraceEvent]) -> Counter[Alloc]:
+    return Counter(event.stack for event in events if isinstance(event, Free))
 
 
 def _is_gradient(block: int, live: LiveSet) -> bool:
@@ -273,7 +273,7 @@ def _is_gradient(block: int, live: LiveSet) -> bool:
     return alloc.kind == Kind.GRADIENTS and block in live.stacks[alloc.stack]
 
 
-def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
+def _gradients_freed(events: Sequence[TraceEvent], live: LiveSet) -> list[int]:
     """Return the numbers of the gradients' memory blocks that these events would free, in order. Leave `live`
     unchanged.
     """
@@ -282,8 +282,8 @@ def _gradients_freed(moves: Sequence[Move], live: LiveSet) -> list[int]:
     for stack, blocks in live.stacks.items():
         if stack.kind == Kind.GRADIENTS:
             trial.stacks[stack] = list(blocks)
-    frees = (move for move in moves if isinstance(move, Free) and move.stack.kind == Kind.GRADIENTS)
-    return [trial.free(move) for move in frees]
+    frees = (event for event in events if isinstance(event, Free) and event.stack.kind == Kind.GRADIENTS)
+    return [trial.free(event) for event in frees]
 
 
 class UpdateAlone(OptimizerLoop):
@@ -347,7 +347,9 @@ def shared_blocks(parameters: Sequence[torch.nn.Parameter]) -> tuple[SharedBlock
         gradients = [
             (number, gradient) for number in numbers if (gradient := parameters[number].grad) is not None
         ]
-        views = [GradientView(number, int(one.storage_offset()), one.stride()) for number, one in gradients]
+        views = [
+            GradientView(number, int(view.storage_offset()), view.stride()) for number, view in gradients
+        ]
         first = gradients[0][1]
         shared.append(SharedBlock(first.untyped_storage().nbytes() // first.element_size(), tuple(views)))
     return tuple(shared)
@@ -365,7 +367,7 @@ def optimizer_that_does_nothing(parameters: Any, **_: Any) -> torch.optim.Optimi
             """Record the parameters that have a gradient, and the blocks that several gradients share."""
             # The passes have one group of parameters, since `decay_groups` is off.
             parameters = self.param_groups[0]["params"]
-            self.gradients = tuple(n for n, one in enumerate(parameters) if one.grad is not None)
+            self.gradients = tuple(n for n, parameter in enumerate(parameters) if parameter.grad is not None)
             self.shared = shared_blocks(parameters)
 
     return Nothing(parameters, {})

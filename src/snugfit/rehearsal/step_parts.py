@@ -44,10 +44,10 @@ class StepParts:
         the device in forward and backward.
         """
 
-    def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
+    def rehearse_update(self, job: Job, setup: Setup, *arguments: Any) -> Part:
         """Simulate clipping and the optimizer's step under this Setup, with the further arguments of
         `splice.rehearse_update`. Raises `UnsupportedStep`."""
-        return rehearse_update(job, setup, *asked)
+        return rehearse_update(job, setup, *arguments)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
         """Return a run of whole steps, joined from these simulated passes and this update; None if the two do

@@ -59,17 +59,19 @@ def answer(predictions: Sequence[Prediction], best: Prediction | None) -> Iterat
     first = predictions[0]
     about = f"{subject(first.job, None, first.gpu, first.gpus, memory=first.memory_bytes)}:"
     if best is None:
-        nearest = min(predictions, key=lambda one: one.needed_bytes)
+        nearest = min(predictions, key=lambda prediction: prediction.needed_bytes)
         yield Sentence(f"{about} no recipe fits. The smallest is short by {_missing(nearest)}.", "bad")
         return
     of = "that fit" if best.fits else "compared"
     aim = "fastest" if best.timing else "smallest"
-    number = len(predictions) if best.fits is None else sum(one.fits is True for one in predictions)
+    number = (
+        len(predictions) if best.fits is None else sum(prediction.fits is True for prediction in predictions)
+    )
     fit = verdict(best)
-    which = f"{aim} of {number} recipes {of}" if number > 1 else "only recipe that fits"
+    aim_text = f"{aim} of {number} recipes {of}" if number > 1 else "only recipe that fits"
     figures = f": {fit.text.partition(': ')[2]}"
     figures = figures if best.tight else figures.replace(": fits, ", ", ")
-    yield Sentence(f"{about} the {which}{figures}", fit.role)
+    yield Sentence(f"{about} the {aim_text}{figures}", fit.role)
     yield Sentence(str(best.recipe), "recipe")
 
 
@@ -158,8 +160,8 @@ def beside(comparison: Comparison) -> RenderableType:
         for line in comparison.lines
     ]
     heads = ("At the peak", "Predicted MiB>", "Measured MiB>", "Error MiB>", "%>")
-    what = f"{job_line(comparison.prediction.job)} · {comparison.prediction.recipe}"
-    bytes_table = table(heads, rows, title=f"{what} · {comparison.measurement.device.name}")
+    title = f"{job_line(comparison.prediction.job)} · {comparison.prediction.recipe}"
+    bytes_table = table(heads, rows, title=f"{title} · {comparison.measurement.device.name}")
     pace = comparison.pace
     if pace is None:
         return bytes_table

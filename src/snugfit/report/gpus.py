@@ -65,7 +65,7 @@ def _facts(gpu: Gpu) -> Iterator[tuple[str, str]]:
     )
     yield "key", gpu.key
     yield "architecture", f"{gpu.architecture} {gpu.chip or ''} {_capability(gpu)}".strip()
-    yield from ((what, show_bytes(size)) for what, size in sizes if size is not None)
+    yield from ((label, show_bytes(size)) for label, size in sizes if size is not None)
     if gpu.context_source:
         yield "context measured on", gpu.context_source
     yield from ((f"{kind}, TFLOP/s", _tera(gpu, kind)) for kind in gpu.peak_dense)

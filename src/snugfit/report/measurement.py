@@ -32,7 +32,9 @@ def render(measurement: Measurement) -> RenderableType:
     if measurement.timing:
         parts.append(timing_table(measurement.timing, measurement.job.words, fabric_rows(measurement)))
     if measurement.startup and measurement.timing:
-        parts.append(startup_table(measurement.startup, measurement.timing, several=measurement.gpus > 1))
+        parts.append(
+            startup_table(measurement.startup, measurement.timing, several_ranks=measurement.gpus > 1)
+        )
     if calls := list(_calls(measurement)):
         parts.append(Facts(tuple(calls)))
     parts += [words(note, style) for note, style in _notes(measurement)]
@@ -42,8 +44,8 @@ def render(measurement: Measurement) -> RenderableType:
 def short(measurement: Measurement) -> Page:
     """Return the report of a measurement on one screen: outcome, memory, seconds and notes."""
     footprint, timing = measurement.footprint, measurement.timing
-    where = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
-    about = f"{subject(measurement.job, measurement.recipe, where or measurement.device.name)}: "
+    device = f"{measurement.gpus} x {measurement.device.name}" if measurement.gpus > 1 else None
+    about = f"{subject(measurement.job, measurement.recipe, device or measurement.device.name)}: "
     size = (footprint.nvml_bytes or footprint.reserved_bytes or footprint.host_bytes) if footprint else None
     if not measurement.ok or not size:
         about += f"the run ended with {measurement.outcome}"
@@ -108,10 +110,10 @@ def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
 def _heading(measurement: Measurement) -> Text:
     job, device = measurement.job, measurement.device
     text = words(job_line(job), "bold")
-    where = device.name
+    device_name = device.name
     if measurement.gpus > 1:
-        where = f"{measurement.gpus} {'processes on' if device.type == 'cpu' else 'x'} {where}"
-    text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {where}"))
+        device_name = f"{measurement.gpus} {'processes on' if device.type == 'cpu' else 'x'} {device_name}"
+    text.append("\n").append(words(f"recipe {measurement.recipe} · {measurement.loop} loop · {device_name}"))
     if job.model.module is None:
         text.append(" · random weights")
     if device.type == "cpu":
@@ -122,7 +124,9 @@ def _heading(measurement: Measurement) -> Text:
 def ranks_table(measurement: Measurement) -> PlainTable:
     """Return a table with one line for each rank. The rank whose memory the measurement reports is marked."""
     on_gpu = measurement.device.type != "cpu"
-    worst = next((one for one in measurement.ranks if one.footprint == measurement.footprint), None)
+    worst = next(
+        (rank_run for rank_run in measurement.ranks if rank_run.footprint == measurement.footprint), None
+    )
     rows = []
     for rank in measurement.ranks:
         shape = rank.footprint
@@ -173,11 +177,11 @@ def _with_disturbed(timing: Timing) -> list[tuple[str, str, str]]:
     return [("all steps", show_seconds(timing.every_seconds), about)]
 
 
-def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTable:
-    """Return a table of the stages of a run's start-up and their sum, in seconds; with `several` ranks those
-    of the slowest.
+def startup_table(startup: Startup, timing: Timing, *, several_ranks: bool) -> PlainTable:
+    """Return a table of the stages of a run's start-up and their sum, in seconds; with `several_ranks` ranks
+    those of the slowest.
     """
-    group = ", and the group of all ranks" if several else ""
+    group = ", and the group of all ranks" if several_ranks else ""
     rows = [
         ("imports", startup.imports_seconds, "from the start of the process: torch and the model's code"),
         ("context", startup.context_seconds, f"CUDA and the context on the GPU{group}"),
@@ -190,7 +194,8 @@ def startup_table(startup: Startup, timing: Timing, *, several: bool) -> PlainTa
     once = startup.total_seconds(timing.step_seconds)
     rows.append(("start-up", once, "the sum, minus the time of the same steps when steady"))
     return table(
-        ("Start", ">", ""), [(what, show_seconds(seconds), about) for what, seconds, about in rows if seconds]
+        ("Start", ">", ""),
+        [(label, show_seconds(seconds), about) for label, seconds, about in rows if seconds],
     )
 
 
@@ -235,8 +240,8 @@ def _notes(measurement: Measurement) -> list[tuple[str, str]]:
             )
         )
     if measurement.smi_bytes is not None and measurement.smi_nvml_bytes is not None:
-        apart = measurement.smi_bytes - measurement.smi_nvml_bytes
+        gap = measurement.smi_bytes - measurement.smi_nvml_bytes
         # nvidia-smi rounds to whole MiB.
-        same = "agree" if abs(apart) <= 2 * MIB else f"differ by {show_bytes(abs(apart))}"
+        same = "agree" if abs(gap) <= 2 * MIB else f"differ by {show_bytes(abs(gap))}"
         notes.append((f"nvidia-smi and NVML {same}.", ""))
     return notes

@@ -61,11 +61,13 @@ def render(prediction: Prediction, *, operators: bool = False) -> RenderableType
 
 def heading(prediction: Prediction) -> Text:
     """Return the title of a prediction: the job, then loop and GPU on a second line."""
-    where = prediction.gpu.name if prediction.gpu else "no GPU named"
+    device = prediction.gpu.name if prediction.gpu else "no GPU named"
     if prediction.gpus > 1:
-        where = f"{prediction.gpus} x {where}" if prediction.gpu else f"{prediction.gpus} GPUs without a name"
+        device = (
+            f"{prediction.gpus} x {device}" if prediction.gpu else f"{prediction.gpus} GPUs without a name"
+        )
     text = words(job_line(prediction.job), "bold").append("\n")
-    text.append(words(f"{prediction.loop} loop · {where}"))
+    text.append(words(f"{prediction.loop} loop · {device}"))
     return text.append("" if prediction.software == "installed" else f" · software {prediction.software}")
 
 
@@ -87,7 +89,7 @@ def footprint_table(footprint: Footprint) -> PlainTable:
         ("host", footprint.host_bytes, "resident memory of the process"),
         ("page-locked", footprint.pinned_bytes or None, "of the host's: buffers of the GPU's copies"),
     )
-    known = [(name, show_mib(size), why) for name, size, why in lines if size is not None]
+    known = [(name, show_mib(size), reason) for name, size, reason in lines if size is not None]
     return table(("At the peak", "MiB>", "Meaning"), known)
 
 
@@ -97,15 +99,15 @@ def ranks_table(prediction: Prediction) -> PlainTable:
     """
     rows = [
         (
-            f"{one.rank}{' (shown)' if one.rank == prediction.rank else ''}",
-            f"{one.stage + 1}",
-            f"{one.layers}",
-            show_mib(one.requested_bytes),
-            show_mib(one.reserved_bytes),
-            "" if one.nvml_bytes is None else show_mib(one.nvml_bytes),
-            "" if one.idle_seconds is None else show_seconds(one.idle_seconds),
+            f"{rank.rank}{' (shown)' if rank.rank == prediction.rank else ''}",
+            f"{rank.stage + 1}",
+            f"{rank.layers}",
+            show_mib(rank.requested_bytes),
+            show_mib(rank.reserved_bytes),
+            "" if rank.nvml_bytes is None else show_mib(rank.nvml_bytes),
+            "" if rank.idle_seconds is None else show_seconds(rank.idle_seconds),
         )
-        for one in prediction.ranks
+        for rank in prediction.ranks
     ]
     heads = ("Rank", "Stage>", "Layers>", "Requested MiB>", "Reserved MiB>", "On the GPU MiB>", "Waits>")
     return table(heads, rows)
@@ -268,12 +270,16 @@ def draw_curve(
     heights = sample([(point.position, point.live_bytes / top) for point in curve], COLUMNS)
     passages, note = phase_passages(curve), ""
     rounds = micro_batch_passages(curve, micro_batches, NARROWEST_NUMBER / COLUMNS)
-    forward = min((one.end - one.start for one in passages if one.name == "forward"), default=1.0)
+    forward = min(
+        (passage.end - passage.start for passage in passages if passage.name == "forward"), default=1.0
+    )
     # If forward passes are narrow on the chart, numbers of micro-batches replace the names of phases.
     if rounds and forward * COLUMNS < len("└forward"):
-        passages = [*rounds, *(one for one in passages if one.start >= rounds[-1].end)]
+        passages = [*rounds, *(passage for passage in passages if passage.start >= rounds[-1].end)]
         note = ", the numbers are micro-batches" if len(rounds) > 1 else ""
-    spans = [(one.name, round(one.start * COLUMNS), round(one.end * COLUMNS)) for one in passages]
+    spans = [
+        (passage.name, round(passage.start * COLUMNS), round(passage.end * COLUMNS)) for passage in passages
+    ]
     head = words(f"Live bytes through one steady {turn} (top {show_bytes(top)}{note})", "bold")
     return [head, words("\n".join([*bars(heights), legend(spans, COLUMNS)])), Text()]
 
@@ -311,7 +317,7 @@ def legend(spans: Sequence[tuple[str, int, int]], columns: int) -> str:
     """Return a line of names under the columns that they cover, each truncated to its columns."""
     line = [" "] * columns
     for name, start, end in spans:
-        room = end - start
-        text = ("└" + name)[:room] if room > 1 else "└"[:room]
+        width = end - start
+        text = ("└" + name)[:width] if width > 1 else "└"[:width]
         line[start : start + len(text)] = text
     return "".join(line).rstrip()

@@ -37,7 +37,7 @@ class Watching:
 
     def __init__(self, every: int, *, out: TextIO | None = None, bar: bool | None = None) -> None:
         self._out = out or sys.stderr
-        self._every, self._steps, self._since = every, 0, _SinceLastLine()
+        self._every, self._steps, self._since = every, 0, _LineSums()
         self._expected: Event = {}
         self._reserved_bytes = 0
         self._bar = _Bar() if (self._out.isatty() if bar is None else bar) else None
@@ -59,7 +59,7 @@ class Watching:
 
     def _print_line(self, text: str) -> None:
         if self._bar:
-            self._bar.say(escape_controls(text))
+            self._bar.print_line(escape_controls(text))
         else:
             with suppress(OSError):  # a closed terminal must not end the run
                 print(escape_controls(text), file=self._out, flush=True)
@@ -67,9 +67,9 @@ class Watching:
     def _on_started(self, event: Event) -> None:
         self._steps = event["steps"]
         resumed = event["resumed_from"]
-        where = f"continues after step {resumed:,}" if resumed is not None else "begins"
+        start = f"continues after step {resumed:,}" if resumed is not None else "begins"
         self._print_line(
-            f"{event['job']} {where}: {event['steps']:,} steps over {event['samples']:,} samples, as"
+            f"{event['job']} {start}: {event['steps']:,} steps over {event['samples']:,} samples, as"
             f" {event['recipe']}"
         )
         if self._bar:
@@ -87,7 +87,7 @@ class Watching:
                 of = f" of {self._steps:,}" if self._steps else ""
                 self._print_line(f"step {event['step']:,}{of}  {self._short(event)}{more}")
             self._propose_workers()
-            self._since = _SinceLastLine(proposed=self._since.proposed)
+            self._since = _LineSums(proposed=self._since.proposed)
 
     def _propose_workers(self) -> None:
         share = self._since.stalled / self._since.seconds if self._since.seconds else 0.0
@@ -154,7 +154,7 @@ class Watching:
         return "  ".join(parts)
 
 
-class _SinceLastLine:
+class _LineSums:
     """Sums since the last printed line: steps, samples, tokens, seconds, seconds that wait for data. It also
     sums the seconds that the arithmetic takes at the data sheet's peak rate.
     """
@@ -219,11 +219,11 @@ class _Bar:
         self._progress.start()
         self._task = self._progress.add_task("", total=steps, completed=done, what="")
 
-    def move(self, step: int, what: str) -> None:
+    def move(self, step: int, label: str) -> None:
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, what=what)
+            self._progress.update(self._task, completed=step, what=label)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         if self._progress is not None:
             # Lines must be printed by the progress bar's console, which puts them above the bar.
             self._progress.console.print(text)

@@ -59,13 +59,13 @@ class GpuClock:
         """
         if not self.reasons or self.mean_mhz >= LOWERED * self.highest_mhz:
             return None
-        why = ", ".join(
+        reason = ", ".join(
             f"{name} in {100 * share:.0f} % of {self.readings} readings"
-            for name, share in sorted(self.reasons.items(), key=lambda one: -one[1])
+            for name, share in sorted(self.reasons.items(), key=lambda reason_share: -reason_share[1])
         )
         return (
             f"{self.mean_mhz:,.0f} of {self.highest_mhz:,} MHz on average, {self.lowest_mhz:,} at the lowest "
-            f"({why})"
+            f"({reason})"
         )
 
 

@@ -89,7 +89,7 @@ def _used(setup: Setup) -> list[tuple[Handler, Any]]:
     """Return the handlers of the fields whose values differ from the plain loop's, each with the field's
     value.
     """
-    return [(one, value) for one, value in _wishes(setup) if value != getattr(_PLAIN, one.wish)]
+    return [(wish, value) for wish, value in _wishes(setup) if value != getattr(_PLAIN, wish.wish)]
 
 
 def _first(values: Iterable[T | None]) -> T | None:
@@ -101,15 +101,17 @@ def _refusals(front_end: str, setup: Setup, skip: Collection[Slot] = ()) -> Iter
     for handler, value in _used(setup):
         if handler.slot in skip:
             continue
-        if why := REFUSED.get((front_end, handler.wish)) or handler.why_refused(value, front_end):
-            yield handler, why
+        if reason := REFUSED.get((front_end, handler.wish)) or handler.why_refused(value, front_end):
+            yield handler, reason
 
 
 def refuse_unsupported(front_end: str, setup: Setup) -> None:
     """Raise `UsageError` that lists the fields of the Setup which this training loop cannot implement, with
     the reasons.
     """
-    refusals = [f"{_wish_in_words(handler, setup)}: {why}" for handler, why in _refusals(front_end, setup)]
+    refusals = [
+        f"{_wish_in_words(handler, setup)}: {reason}" for handler, reason in _refusals(front_end, setup)
+    ]
     if refusals:
         raise UsageError(
             "\n".join([f"The {front_end} loop does not support this part of the recipe:", *refusals])
@@ -376,19 +378,19 @@ def _join(contexts: Iterable[Context | None]) -> AbstractContextManager[Any]:
 
 def objections(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> Iterator[str]:
     """Yield the reasons why this model, already in training, cannot train with these settings."""
-    for handler, why in _refusals(live.front_end, setup, skip):
-        yield f"{live.technique(handler.slot)}: {why}"
+    for handler, reason in _refusals(live.front_end, setup, skip):
+        yield f"{live.technique(handler.slot)}: {reason}"
     for handler, value in _wishes(setup, skip):
         yield from handler.objections(value, live)
 
 
-def refuse(live: LiveTraining, what: str, reasons: Iterable[str]) -> None:
-    """Raise `RecipeError` that lists these reasons against a recipe, if there are any. `what` names the
+def refuse(live: LiveTraining, target: str, reasons: Iterable[str]) -> None:
+    """Raise `RecipeError` that lists these reasons against a recipe, if there are any. `target` names the
     object that cannot be trained with it, for the message.
     """
     lines = list(reasons)
     if lines:
-        raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {what}:", *lines]))
+        raise RecipeError("\n".join([f"{live.recipe} cannot be given to this {target}:", *lines]))
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
@@ -441,8 +443,8 @@ def script_fields(context: ScriptContext) -> dict[str, Any]:
     """Return the values for the template of an exported script, for these training settings, as a dict.
     Raises `RecipeError` for a field that a script cannot express.
     """
-    for handler, why in _refusals("script", context.setup):
-        raise context.refusal(handler.slot, why)
+    for handler, reason in _refusals("script", context.setup):
+        raise context.refusal(handler.slot, reason)
     return _merge(handler.script(value, context) for handler, value in _wishes(context.setup))
 
 

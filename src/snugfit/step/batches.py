@@ -57,9 +57,9 @@ class _StandIn(UserDict[str, Any]):
 class _OneSample(SyntheticDataset):
     """A dataset of unchanged length in which each sample is a copy of the first one."""
 
-    def __init__(self, of: SyntheticDataset) -> None:
-        super().__init__(of.job, len(of))
-        self._of = of
+    def __init__(self, dataset: SyntheticDataset) -> None:
+        super().__init__(dataset.job, len(dataset))
+        self._of = dataset
 
     @cached_property
     def _first(self) -> Batch:
@@ -76,8 +76,8 @@ class _OneSample(SyntheticDataset):
 class _StandIns(Sequence[Any]):
     """The samples of one batch as a lazy sequence, given by their indices in the dataset."""
 
-    def __init__(self, of: _OneSample, indices: Sequence[int]) -> None:
-        self._of, self._indices = of, indices
+    def __init__(self, sample: _OneSample, indices: Sequence[int]) -> None:
+        self._of, self._indices = sample, indices
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -143,9 +143,9 @@ def _tensor_of(batch: Callable[[], Mapping[str, Any]], name: str, samples: int) 
 class _CastSamples(SyntheticDataset):
     """Synthetic samples with floating-point inputs in the weights' dtype; labels are not changed."""
 
-    def __init__(self, of: SyntheticDataset, dtype: str) -> None:
-        super().__init__(of.job, len(of))
-        self._of, self._dtype = of, dtype
+    def __init__(self, dataset: SyntheticDataset, dtype: str) -> None:
+        super().__init__(dataset.job, len(dataset))
+        self._of, self._dtype = dataset, dtype
 
     def __getitem__(self, index: int) -> Batch:
         return cast_inputs(self._of[index], self._dtype)

@@ -203,7 +203,7 @@ def without_cache(
     these again. Some models pass a cache by position (GPT-2) or under another name (XLM).
     """
     cache = _of_transformers("cache_utils", "Cache")
-    uncached = tuple(None if isinstance(one, cache) else one for one in arguments)
+    uncached = tuple(None if isinstance(argument, cache) else argument for argument in arguments)
     named = {name: None if isinstance(value, cache) else value for name, value in keywords.items()}
     return uncached, {name: _CACHES.get(name, value) for name, value in named.items()}
 

@@ -63,27 +63,29 @@ def gradient_norm(optimizer: Any, weights: Iterable[torch.Tensor]) -> torch.Tens
     return tensor_parts().total_norm([weight.grad for weight in weights if weight.grad is not None])
 
 
-def clip(weights: Iterable[torch.Tensor], most: float, optimizer: Any = None) -> None:
-    """Scale all gradients down if their norm exceeds `most` (`torch.nn.utils.clip_grad_norm_`). An optimizer
-    that clips within its update scales them there.
+def clip(weights: Iterable[torch.Tensor], max_norm: float, optimizer: Any = None) -> None:
+    """Scale all gradients down if their norm exceeds `max_norm` (`torch.nn.utils.clip_grad_norm_`). An
+    optimizer that clips within its update scales them there.
     """
     import torch
 
     weights = [weight for weight in weights if weight.grad is not None]
     if not getattr(optimizer, "clips_inside", False) and len(tensor_parts().groups(weights)) == 1:
-        torch.nn.utils.clip_grad_norm_(weights, most)
+        torch.nn.utils.clip_grad_norm_(weights, max_norm)
     else:
-        scale(weights, most, gradient_norm(optimizer, weights), optimizer)
+        scale(weights, max_norm, gradient_norm(optimizer, weights), optimizer)
 
 
-def scale(weights: Iterable[torch.Tensor], most: float, norm: torch.Tensor, optimizer: Any = None) -> None:
-    """Clip gradients to the norm `most`, given their current `norm`. An optimizer that clips within its
+def scale(
+    weights: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor, optimizer: Any = None
+) -> None:
+    """Clip gradients to the norm `max_norm`, given their current `norm`. An optimizer that clips within its
     update only receives the two numbers. Its `step` must be called next.
     """
     import torch
 
     if getattr(optimizer, "clips_inside", False):
-        optimizer.clip_by(norm, most)
+        optimizer.clip_by(norm, max_norm)
         return
     for part in tensor_parts().groups(weights):
-        torch.nn.utils.clip_grads_with_norm_(part, most, norm)
+        torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)

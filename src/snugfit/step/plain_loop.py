@@ -281,7 +281,7 @@ class PlainStep(OptimizerLoop):
             out = self.model(**batch)
         values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else (out,)
         # The loss is a scalar, and an exported model has none.
-        largest = next(one for one in values if torch.is_tensor(one) and one.dim())
+        largest = next(output for output in values if torch.is_tensor(output) and output.dim())
         # An engine may skip padding, whose outputs have no meaning.
         if (mask := batch.get("attention_mask")) is not None and largest.shape[:2] == mask.shape:
             largest = largest[mask.bool()]

@@ -36,7 +36,7 @@ PRODUCTS = (*ATTENTION, "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::c
 
 EVERY_OTHER = "every_other_product"
 
-KEPT = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
+KEPT_OPERATORS = {"attention": ATTENTION, "products": PRODUCTS, EVERY_OTHER: PRODUCTS}
 """Names of the operators whose results a recomputed layer keeps, by the value of the technique's setting."""
 
 
@@ -45,7 +45,7 @@ def checkpoint_arguments(keep: str, keep_drawn: bool = False) -> dict[str, Any]:
     kept."""
     if not keep:
         return {}
-    contexts = functools.partial(selective_contexts, KEPT[keep], every_other=keep == EVERY_OTHER)
+    contexts = functools.partial(selective_contexts, KEPT_OPERATORS[keep], every_other=keep == EVERY_OTHER)
     return {"context_fn": functools.partial(contexts, refuse=refuse_draws) if keep_drawn else contexts}
 
 

@@ -145,8 +145,8 @@ class Feature:
         """Return a function that reads samples from folders of classes as `Rows`; None without samples."""
         return None
 
-    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
-        """Return `Rows` as `IndexedSamples`, or None for other tasks; `how` has `pack` and `label_names`."""
+    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
+        """Return `Rows` as `IndexedSamples`, or None for other tasks. `options` are `pack`, `label_names`."""
         return None
 
     # ---- running a step ----

@@ -56,7 +56,7 @@ def unused_slots(job: Job) -> frozenset[Slot]:
     """Return the slots (choices such as the optimizer) whose techniques change nothing in the phase of this
     job.
     """
-    names = {slot for name, one in added_phases().items() if name != job.phase for slot in one.slots}
+    names = {slot for name, phase in added_phases().items() if name != job.phase for slot in phase.slots}
     names |= job.added_phase.unused if job.added_phase else frozenset()
     return frozenset(map(Slot, names)).union(() if job.trains else ONLY_TRAINING)
 
@@ -173,7 +173,9 @@ class Recipe:
             return
         if job.trains and (below := LOST_BELOW.get(dtype := self.setup().trained_dtype(job))):
             # Only techniques that are installed and keep small updates help.
-            able = [repr(one.name) for one in roster.techniques() if one.keeps_small_updates]
+            able = [
+                repr(candidate.name) for candidate in roster.techniques() if candidate.keeps_small_updates
+            ]
             yield (
                 f"All weights train in {dtype}, so an update below about {below} of a weight is lost in "
                 "rounding, and training with small learning rates stalls. Try 'bf16' with dtype float32, "

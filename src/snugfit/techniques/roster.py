@@ -156,12 +156,13 @@ def _sentences(technique: type[Technique]) -> dict[str, str]:
     # The check runs only if the sentences are needed, since reading them takes as long as loading all
     # techniques.
     docs = field_docs(technique)
-    said = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
-    if undocumented := [name for name, sentence in said.items() if not sentence]:
+    sentences = {declared.name: first_sentence(docs.get(declared.name, "")) for declared in fields(technique)}
+    if undocumented := [name for name, sentence in sentences.items() if not sentence]:
         raise RosterError(
-            f"{_where(technique)}: each setting has its sentence directly under it; missing: {undocumented}."
+            f"{_location(technique)}: each setting has its sentence directly under it; "
+            f"missing: {undocumented}."
         )
-    return said
+    return sentences
 
 
 def _slots(root: Path) -> list[str]:
@@ -195,36 +196,36 @@ def check(technique: type[Technique], *, slot: Slot | None) -> None:
     _sentences(technique)
 
 
-def _where(technique: type[Technique]) -> str:
+def _location(technique: type[Technique]) -> str:
     return f"{technique.__module__}.{technique.__qualname__}"
 
 
 def _check_facts(technique: type[Technique], slot: Slot | None) -> None:
     """Raise `RosterError` if a technique's name, slot, defaults or other class variables break a rule."""
-    where = _where(technique)
+    location = _location(technique)
     if slot not in list(Slot):
-        raise RosterError(f"{where}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
+        raise RosterError(f"{location}: its slot is {slot!r}; slots: {[known.value for known in Slot]}.")
     if not _NAME.fullmatch(technique.name):
-        raise RosterError(f"{where}: the name {technique.name!r} is not small letters, digits and '_'.")
+        raise RosterError(f"{location}: the name {technique.name!r} is not small letters, digits and '_'.")
     # A dataclass without a docstring gets its signature as one.
     if not technique.__doc__ or technique.__doc__.startswith(f"{technique.__name__}("):
-        raise RosterError(f"{where}: the class needs a docstring.")
+        raise RosterError(f"{location}: the class needs a docstring.")
     if not technique.summary():
-        raise RosterError(f"{where}: the docstring's first sentence must end in a full stop.")
+        raise RosterError(f"{location}: the docstring's first sentence must end in a full stop.")
     if not isinstance(getattr(technique, "fidelity", None), Fidelity):
         raise RosterError(
-            f"{where}: it must have a `fidelity`, one of {[degree.name for degree in Fidelity]}."
+            f"{location}: it must have a `fidelity`, one of {[degree.name for degree in Fidelity]}."
         )
     if not getattr(technique, "source", "").strip():
-        raise RosterError(f"{where}: it must have a `source`: a paper, or a library's class.")
+        raise RosterError(f"{location}: it must have a `source`: a paper, or a library's class.")
     if technique.install is Technique.install and technique.value is Technique.value:
-        raise RosterError(f"{where}: it must have a `value`, or an `install`.")
+        raise RosterError(f"{location}: it must have a `value`, or an `install`.")
     if bool(technique.needs) != bool(technique.extra):
         raise RosterError(
-            f"{where}: `needs` and `extra` must be given together: the extra installs these packages."
+            f"{location}: `needs` and `extra` must be given together: the extra installs these packages."
         )
     if technique.plain and any(declared.default is MISSING for declared in fields(technique)):
-        raise RosterError(f"{where}: a plain technique has a default for each setting.")
+        raise RosterError(f"{location}: a plain technique has a default for each setting.")
 
 
 def field_docs(kind: type[Any]) -> dict[str, str]:

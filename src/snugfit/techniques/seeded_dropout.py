@@ -40,7 +40,14 @@ def try_seeds(advice: str) -> str:
     """
     traits = {Slot.KERNELS: seeds_dropout, Slot.ENGINE: draws_once}
     names = [
-        next((one.name for one in roster.techniques() if one.slot is slot and has_it(one().alone)), "")
+        next(
+            (
+                technique.name
+                for technique in roster.techniques()
+                if technique.slot is slot and has_it(technique().alone)
+            ),
+            "",
+        )
         # The advice names one technique per trait. If one is not installed, the advice would be wrong.
         for slot, has_it in traits.items()
     ]

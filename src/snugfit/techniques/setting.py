@@ -176,7 +176,7 @@ def _fits(kind: Any, value: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         element = typing.get_args(kind)[0]
-        return isinstance(value, tuple) and value != () and all(_is_element(one, element) for one in value)
+        return isinstance(value, tuple) and value != () and all(_is_element(part, element) for part in value)
     if kind is str:
         return isinstance(value, str) and bool(_WORD.fullmatch(value))
     # A bool is an int in Python, but not in a recipe.

@@ -265,8 +265,8 @@ class CoreSetup(JsonFields):
         """Return True if a run with the settings `before` can continue with these. Only checkpointing may
         differ, and the number of micro-batches may rise.
         """
-        alike = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
-        return alike == before and self.micro_batches >= before.micro_batches
+        with_same_pieces = self.with_fields(checkpoint=before.checkpoint, micro_batches=before.micro_batches)
+        return with_same_pieces == before and self.micro_batches >= before.micro_batches
 
     def per_piece(self, count: int) -> int:
         """Return the number of samples or kernels of one micro-batch, from the `count` of the whole batch."""
@@ -296,7 +296,11 @@ class CoreSetup(JsonFields):
         field requires.
         """
         # A feature with another form of weights needs its own AdamW for them.
-        named = (one.adamw for one in wishes() if one.adamw is not None and one.of(self) != one.default)
+        named = (
+            candidate.adamw
+            for candidate in wishes()
+            if candidate.adamw is not None and candidate.of(self) != candidate.default
+        )
         own = next(named, None)
         return self.with_fields(optimizer=wish if own is None else own.run())
 

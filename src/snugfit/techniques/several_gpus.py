@@ -34,7 +34,11 @@ def untried_techniques(recipe: TechniqueBySlot) -> list[Technique]:
     """
     techniques = [recipe[slot] for slot in BEFORE_SHARDING]
     # Default techniques of these slots are simulated with any number of processes.
-    return [one for one in techniques if one.single_process or (one.slot in NOT_SIMULATED and not one.plain)]
+    return [
+        technique
+        for technique in techniques
+        if technique.single_process or (technique.slot in NOT_SIMULATED and not technique.plain)
+    ]
 
 
 def on_gpus(setup: Setup, gpus: int) -> Setup:

@@ -91,7 +91,7 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
     """Return another library's arguments for a recipe by dotted name, and the techniques without such
     arguments."""
     arguments: dict[str, Any] = {}
-    unsaid = []
+    unwritten = []
     for technique in recipe:
         for counterpart in technique.counterparts:
             # A counterpart with a note behaves differently, so it is read and never written.
@@ -100,8 +100,8 @@ def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ..
                 arguments |= own
                 break
         else:
-            unsaid.append(technique)
-    return arguments, tuple(unsaid)
+            unwritten.append(technique)
+    return arguments, tuple(unwritten)
 
 
 def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:

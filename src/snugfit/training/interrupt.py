@@ -119,18 +119,18 @@ class Interrupts:
         if self.too_late:
             self._begin_deadline()
 
-    def watch_modules(self, look: Callable[[Any], None] | None) -> None:
-        """Call `look` with every module before its forward pass, once a signal to stop has come; None turns
-        this off.
+    def watch_modules(self, callback: Callable[[Any], None] | None) -> None:
+        """Call `callback` with every module before its forward pass, once a signal to stop has come; None
+        turns this off.
 
         Before the signal this costs nothing.
         """
-        self._look = look
+        self._look = callback
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if look is not None and self._stopping is not None:
-            self._hook = _before_each_module(look)
+        if callback is not None and self._stopping is not None:
+            self._hook = _before_each_module(callback)
 
     def raise_if_stopping(self) -> None:
         """Raise `EvaluationStopped` after a signal, between two batches of an evaluation."""
@@ -139,19 +139,19 @@ class Interrupts:
 
     def wants_checkpoint(self) -> bool:
         """Return True if the user has requested a checkpoint since the last call."""
-        asked, self._wants_checkpoint = self._wants_checkpoint, False
+        was_requested, self._wants_checkpoint = self._wants_checkpoint, False
         if self._trigger is None:
-            return asked
+            return was_requested
         try:
             # If the removal succeeds, the file existed. Both are one atomic operation.
             self._trigger.unlink()
         except OSError:  # usually, there is no such file
-            return asked
+            return was_requested
         return True
 
 
-def _before_each_module(look: Callable[[Any], None]) -> Any:
-    """Call `look` before each module's forward in the main thread; return the handle that removes
+def _before_each_module(callback: Callable[[Any], None]) -> Any:
+    """Call `callback` before each module's forward in the main thread; return the handle that removes
     the hook.
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
@@ -159,7 +159,7 @@ def _before_each_module(look: Callable[[Any], None]) -> Any:
     def hook(module: Any, arguments: Any) -> None:
         # The user may run a module in another thread, which must not be stopped.
         if threading.current_thread() is threading.main_thread():
-            look(module)
+            callback(module)
 
     return register_module_forward_pre_hook(hook)
 
@@ -172,7 +172,7 @@ _SIGNALS = tuple(EXIT_CODES)
 
 
 @final
-class Stops:
+class StopSignals:
     """The signals and checkpoint requests on which all processes of a training run act together."""
 
     def __init__(self, interrupts: Interrupts, ranks: Ranks) -> None:
@@ -188,14 +188,14 @@ class Stops:
         own = self._own.stopping
         return [float(number == own) for number in _SIGNALS] + [float(self._own.wants_checkpoint())]
 
-    def hear(self, summed: Sequence[float]) -> None:
+    def set_signals(self, summed: Sequence[float]) -> None:
         """Set the signals to which all processes react, from the sums of the processes' flags."""
-        *signals, wants = summed
+        *signals, checkpoint_wanted = summed
         # If processes received different signals, all react to the first in this order.
         first = next((number for number, count in zip(_SIGNALS, signals) if count), None)
         if self._stopping is None and first is not None:
             self._stopping = first
-        self._wants_checkpoint |= bool(wants)
+        self._wants_checkpoint |= bool(checkpoint_wanted)
 
     @property
     def stopping(self) -> signal.Signals | None:
@@ -223,16 +223,16 @@ class Stops:
         done so.
         """
         if self._ranks.are_many:
-            self.hear(self._ranks.sum(self.flags))
+            self.set_signals(self._ranks.sum(self.flags))
 
-    def watch_modules(self, look: Callable[[Any], None] | None) -> None:
+    def watch_modules(self, callback: Callable[[Any], None] | None) -> None:
         """Call `Interrupts.watch_modules`, but only in a run of one process."""
         if not self._ranks.are_many:
-            self._own.watch_modules(look)
+            self._own.watch_modules(callback)
 
     def wants_checkpoint(self) -> bool:
         """Return True if the user has requested a checkpoint since the last call."""
         if not self._ranks.are_many:
             return self._own.wants_checkpoint()
-        asked, self._wants_checkpoint = self._wants_checkpoint, False
-        return asked
+        was_requested, self._wants_checkpoint = self._wants_checkpoint, False
+        return was_requested

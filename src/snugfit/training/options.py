@@ -143,18 +143,18 @@ class TrainOptions(JsonFields):
                 )
         for name, least in _WHOLE.items():
             given = getattr(self, name)
-            if given is None and name in _MAY_BE_NONE:
+            if given is None and name in _OPTIONAL:
                 continue
             # Exact type, because a bool is also an int in Python.
             if type(given) is not int or given < least:
-                none = ", or none" if name in _MAY_BE_NONE else ""
-                share = ", and no share of all steps" if name in _EVERY else ""
+                none = ", or none" if name in _OPTIONAL else ""
+                share = ", and no share of all steps" if name in _STEP_OPTIONS else ""
                 raise UsageError(
                     f"{name} is {given!r}; it must be a whole number from {least} up{none}{share}."
                 )
         for name, above in _NUMBERS.items():
             given = getattr(self, name)
-            if given is None and name in _MAY_BE_NONE:
+            if given is None and name in _OPTIONAL:
                 continue
             if (
                 type(given) not in (int, float)
@@ -223,7 +223,7 @@ _WHOLE = {
 }
 """Options that are whole numbers, each with the smallest allowed value."""
 
-_EVERY = ("save_steps", "eval_steps", "logging_steps")
+_STEP_OPTIONS = ("save_steps", "eval_steps", "logging_steps")
 """Options with a number of steps. A value below 1 is a share of all steps, as in the Trainer."""
 
 _NUMBERS = {
@@ -236,4 +236,4 @@ _NUMBERS = {
 }
 """Options that are numbers, each with True if it must be above 0, False if 0 is allowed."""
 
-_MAY_BE_NONE = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}
+_OPTIONAL = {field.name for field in fields(TrainOptions) if "None" in str(field.type)}

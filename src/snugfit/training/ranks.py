@@ -151,18 +151,18 @@ class Ranks:
             dist.gather_object(value, values, dst=0, group=self.host)
         return values or []
 
-    def first_answers(self, ask: Callable[[], Answer]) -> Answer:
-        """Call `ask` in the first process, and return its result in all processes.
+    def first_answers(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` in the first process, and return its result in all processes.
 
-        An error of `ask` is raised in the first process, and `ToldElsewhere` in the others.
+        An error of `function` is raised in the first process, and `ToldElsewhere` in the others.
         """
         if not self.are_many:
-            return ask()
+            return function()
         fault: Exception | None = None
         values: list[Any] = [None, None]
         if self.is_first:
             try:
-                values[0] = ask()
+                values[0] = function()
             except Exception as error:
                 fault = error
                 values[1] = (str(error), getattr(error, "exit_code", 1))
@@ -198,7 +198,7 @@ class Ranks:
             raise ToldElsewhere(text, code)
         return answer
 
-    def alike(self, error: SnugfitError) -> SnugfitError:
+    def common_error(self, error: SnugfitError) -> SnugfitError:
         """Return the error to raise in this process: `error` in the first one, `ToldElsewhere` in others,
         which print nothing.
         """

@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Event, Journal
 
 
-AGAIN_AFTER = (1, 4, 16, 64, 256, 1024)
+RECHECK_STEPS = (1, 4, 16, 64, 256, 1024)
 """Numbers of finished steps after which the check is repeated that micro-batches give the gradients of the
 whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unplanned:
+class PlanFailure:
     """The reason why no plan was possible, and a recipe that needs less memory, if one was found without a
     plan.
     """
 
     recipe: Recipe | None
-    why: str
+    reason: str
 
 
-Replan = Callable[[Job, Recipe, str], Recipe | Unplanned | None]
+Replan = Callable[[Job, Recipe, str], Recipe | PlanFailure | None]
 """The type of a function that returns the next recipe after a lack of memory, or None. Its arguments are the
 job, the failed recipe, and the cause."""
 
@@ -105,9 +105,9 @@ def out_of_memory(exhausted: Exhausted, recipe: Recipe, step: int, advice: str) 
 def cut_warning(job: Job, recipe: Recipe) -> Iterator[Event]:
     """Yield a warning event if the user's micro-batches give other gradients than the whole batch."""
     cut = recipe[Slot.BATCHING]
-    if recipe.pieces > 1 and (why := cut.planning_objection(job)):
+    if recipe.pieces > 1 and (reason := cut.planning_objection(job)):
         cure = f" {CURE}" if job.mixes_samples or job.unclear_cut else ""
-        yield {"event": "warning", "text": f"{cut}: {why}.{cure}"}
+        yield {"event": "warning", "text": f"{cut}: {reason}.{cure}"}
 
 
 def compares_again(job: Job, setup: Setup, steps: int) -> bool:
@@ -115,7 +115,7 @@ def compares_again(job: Job, setup: Setup, steps: int) -> bool:
 
     Steps recorded as CUDA graphs are excluded: their memory must not be used for anything else.
     """
-    return steps in AGAIN_AFTER and not setup.records_graphs and not mixing_of(job).reason
+    return steps in RECHECK_STEPS and not setup.records_graphs and not mixing_of(job).reason
 
 
 @final
@@ -129,7 +129,7 @@ class Recovery:
     def replan(self, recipe: Recipe, cause: str) -> tuple[Recipe | None, str]:
         """Return a recipe that needs less memory, or None, and the reason if no plan could be made."""
         chosen = self._replan(self.job, recipe, cause)
-        return (chosen.recipe, chosen.why) if isinstance(chosen, Unplanned) else (chosen, "")
+        return (chosen.recipe, chosen.reason) if isinstance(chosen, PlanFailure) else (chosen, "")
 
     def next_recipe(self, exhausted: Exhausted, recipe: Recipe, step: int) -> Recipe | None:
         """Return the recipe that replaces the current one after it ran out of memory, `step` steps into the
@@ -140,8 +140,8 @@ class Recovery:
         seconds, so a note is written into the journal before.
         """
         is_short = exhausted.phase == STEP_BOUNDARY
-        what = "memory is short" if is_short else "memory ran out"
-        text = f"Step {step + (not is_short)}: {what} ({exhausted.cause}) under '{recipe}'. {PLANNING}"
+        event = "memory is short" if is_short else "memory ran out"
+        text = f"Step {step + (not is_short)}: {event} ({exhausted.cause}) under '{recipe}'. {PLANNING}"
         self._journal.tell("note", text=text)
         began = time.monotonic()
         chosen, unplanned = self.replan(recipe, exhausted.cause)
@@ -151,20 +151,20 @@ class Recovery:
         self._planning_seconds = time.monotonic() - began
         cuts = (kind for kind in roster.techniques() if kind.slot is Slot.BATCHING)
         uncut = next(filter(None, (kind.planning_objection(self.job) for kind in cuts)), "")
-        why = f" (the batch cannot be cut: {uncut})" if uncut else ""
+        reason = f" (the batch cannot be cut: {uncut})" if uncut else ""
         if chosen is None and exhausted.phase != STEP_BOUNDARY:
             raise out_of_memory(
-                exhausted, recipe, step, f"There is no other recipe to try{why}. {WHAT_TO_TRY}"
+                exhausted, recipe, step, f"There is no other recipe to try{reason}. {WHAT_TO_TRY}"
             )
         if chosen is None:
-            what = f"Step {step}: memory is short ({exhausted.cause}, {exhausted.message}) under '{recipe}'"
-            text = f"{what}, and there is no other recipe to try. The run continues, but slowly."
+            event = f"Step {step}: memory is short ({exhausted.cause}, {exhausted.message}) under '{recipe}'"
+            text = f"{event}, and there is no other recipe to try. The run continues, but slowly."
             self._journal.tell("warning", text=text)
         return chosen
 
     def compare_again(self, recipe: Recipe, steps: int, compare: Callable[[Job], Job]) -> None:
         """Compare the gradients of micro-batches and of the whole batch again, if `steps` is one of
-        `AGAIN_AFTER`.
+        `RECHECK_STEPS`.
 
         A conclusive result is stored in `self.job`; an inconclusive one changes nothing.
         """
@@ -175,7 +175,9 @@ class Recovery:
         for warning in cut_warning(after, recipe):
             self._journal.warn_once(warning["text"])
 
-    def tell(self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int) -> None:
+    def record_change(
+        self, exhausted: Exhausted, before: Recipe, after: Recipe, step: int, **more: str | int
+    ) -> None:
         """Write a change of the recipe, made before step `step`, as an event into the journal."""
         self._journal.tell(
             "replanned",

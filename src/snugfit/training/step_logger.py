@@ -42,7 +42,7 @@ WARMUP = 3
 """Number of steps at the start of a process that count as warm-up, as in measurements
 (`measurement/stopwatch.py`)."""
 
-REMEMBERED_STEPS = 1000
+MEDIAN_STEPS = 1000
 """Number of last steps whose seconds enter the median that the run reports at its end."""
 
 THRASHING = "allocation retries"
@@ -81,7 +81,7 @@ class StepLogger:
         self._awaited: Future[RunAnswer] | None = None
         self._predicted: PredictedRun | None = None
         self._predicted_figures: dict[str, Any] = {}
-        self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
 
     def restart(self, job: Job, recipe: Recipe) -> None:
         """After a change of recipe, start new medians and peaks of the logged steps, and request the recipe's

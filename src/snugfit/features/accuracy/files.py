@@ -24,9 +24,11 @@ def read(file: Path) -> Accuracy:
         raise UsageError(f"{file}: no such file.") from None
     except BadDocument as fault:
         raise _no_result(file, str(fault)) from None
-    what, schema = document.get("what"), document.get("schema")
-    if what != "accuracy":
-        raise _no_result(file, f'its key "what" says {what!r}' if what else 'it has no key "what"')
+    document_kind, schema = document.get("what"), document.get("schema")
+    if document_kind != "accuracy":
+        raise _no_result(
+            file, f'its key "what" says {document_kind!r}' if document_kind else 'it has no key "what"'
+        )
     if schema not in READABLE:
         readable = " and ".join(map(str, READABLE))
         raise _no_result(file, f"it is of schema {schema!r}, but this snugfit reads {readable}")
@@ -73,8 +75,8 @@ def read_rates(file: Path, gpu: Gpu) -> Rates:
     return rates
 
 
-def _no_result(file: Path, why: str) -> UsageError:
+def _no_result(file: Path, cause: str) -> UsageError:
     return UsageError(
-        f"{file} is not a result of `snugfit accuracy`: {why.rstrip('.')}. Name an accuracy-*.json, or its "
+        f"{file} is not a result of `snugfit accuracy`: {cause.rstrip('.')}. Name an accuracy-*.json, or its "
         "folder."
     )

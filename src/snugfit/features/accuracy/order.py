@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from snugfit.features.accuracy.compared_runs import ComparedRun
-from snugfit.features.accuracy.ranking import APART, gap, pooled_agreement
+from snugfit.features.accuracy.ranking import MIN_DIFFERENCE, gap, pooled_agreement
 from snugfit.report.text.grid import Grid
 from snugfit.units import show_mib
 
@@ -66,13 +66,13 @@ def order_line(runs: Sequence[ComparedRun]) -> str:
     """Return a sentence on the agreement between predicted and measured order of recipes. Return an empty
     text without two recipes to compare.
     """
-    order, clear = pooled_agreement(runs), pooled_agreement(runs, apart=APART)
+    order, clear = pooled_agreement(runs), pooled_agreement(runs, min_difference=MIN_DIFFERENCE)
     if order.tau is None:
         return ""
     text = f"Order of seconds: Kendall's tau {order.tau:.2f} over {order.pairs} pairs of recipes"
     if clear.pairs:
         text += (
-            f"; of the {clear.pairs} that were measured more than {100 * APART:g} % apart, "
+            f"; of the {clear.pairs} that were measured more than {100 * MIN_DIFFERENCE:g} % apart, "
             f"{clear.concordant} are in the predicted order"
         )
     return text + "."

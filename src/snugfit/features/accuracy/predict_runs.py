@@ -214,8 +214,16 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
     for slot in Slot:
         if slot in roster.slots_of_several_gpus() and slot is not Slot.SHARDING:
             continue  # accuracy draws do not cover it yet
-        in_slot = [one for one in roster.techniques() if one.slot is slot and _is_simulated(one)]
-        candidates = [one for one in in_slot if one.plain or one.needs_several_gpus is (gpus > 1)]
+        in_slot = [
+            candidate
+            for candidate in roster.techniques()
+            if candidate.slot is slot and _is_simulated(candidate)
+        ]
+        candidates = [
+            candidate
+            for candidate in in_slot
+            if candidate.plain or candidate.needs_several_gpus is (gpus > 1)
+        ]
         if slot not in roster.slots_of_several_gpus():
             candidates = in_slot
         elif len(candidates) == 1:  # the only choice
@@ -224,7 +232,9 @@ def draw_recipe(job: Job, rng: random.Random, gpus: int = 1) -> Recipe | None:
         active = [technique for technique in candidates if not technique.plain]
         plain_share = ALONE_SHARE if gpus > 1 and slot is Slot.SHARDING else PLAIN_SHARE
         technique = rng.choice(active) if active and rng.random() >= plain_share else candidates[0]
-        settings = [one for one in technique.settings(job) if _divides(one, gpus)] or [candidates[0]()]
+        settings = [candidate for candidate in technique.settings(job) if _divides(candidate, gpus)] or [
+            candidates[0]()
+        ]
         drawn.append(rng.choice(settings))
     recipe = Recipe(tuple(drawn))
     try:

@@ -9,8 +9,8 @@ describe the order of one job's runs.
 - The *gap* is the slowdown of the predicted fastest recipe against the fastest measured one.
 
 The pairs are counted here instead of by scipy. This allows leaving out pairs with nearly equal seconds
-(`apart`), and summing counts over jobs. Runs that died, or that lack predicted or measured seconds, have no
-rank.
+(`min_difference`), and summing counts over jobs. Runs that died, or that lack predicted or measured seconds,
+have no rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import combinations
 
 from snugfit.features.accuracy.compared_runs import ComparedRun
 
-APART = 0.05
+MIN_DIFFERENCE = 0.05
 """Smallest relative difference in step seconds at which two recipes count as different.
 
 The seconds of a step vary by some per cent between processes.
@@ -66,14 +66,18 @@ class RankAgreement:
         return (self.concordant - self.discordant) / math.sqrt(comparable) if comparable else None
 
 
-def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float = 0.0) -> RankAgreement:
+def agreement_of_pairs(
+    seconds: Iterable[tuple[float, float]], *, min_difference: float = 0.0
+) -> RankAgreement:
     """Count pairs of (predicted, measured) seconds by their order.
 
-    Pairs whose measured seconds differ by at most the share `apart` are left out.
+    Pairs whose measured seconds differ by at most the share `min_difference` are left out.
     """
     counts: Counter[str] = Counter()
     for (predicted, measured), (other_predicted, other_measured) in combinations(seconds, 2):
-        if apart and abs(measured - other_measured) <= apart * min(measured, other_measured):
+        if min_difference and abs(measured - other_measured) <= min_difference * min(
+            measured, other_measured
+        ):
             continue
         before, after = predicted - other_predicted, measured - other_measured
         if before and after:
@@ -83,11 +87,11 @@ def agreement_of_pairs(seconds: Iterable[tuple[float, float]], *, apart: float =
     return RankAgreement(**counts)
 
 
-def rank_agreement(runs: Iterable[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
+def rank_agreement(runs: Iterable[ComparedRun], *, min_difference: float = 0.0) -> RankAgreement:
     """Count the pairs of one job's runs whose predicted and measured step times have the same or opposite
     order.
     """
-    return agreement_of_pairs([run.seconds for run in runs if run.seconds], apart=apart)
+    return agreement_of_pairs([run.seconds for run in runs if run.seconds], min_difference=min_difference)
 
 
 def gap(runs: Iterable[ComparedRun]) -> float | None:
@@ -111,6 +115,8 @@ def group_by_job(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
     return list(groups.values())
 
 
-def pooled_agreement(runs: Sequence[ComparedRun], *, apart: float = 0.0) -> RankAgreement:
+def pooled_agreement(runs: Sequence[ComparedRun], *, min_difference: float = 0.0) -> RankAgreement:
     """Sum the counts of pairs over jobs. Runs of different jobs form no pair."""
-    return sum((rank_agreement(job, apart=apart) for job in group_by_job(runs)), RankAgreement())
+    return sum(
+        (rank_agreement(job, min_difference=min_difference) for job in group_by_job(runs)), RankAgreement()
+    )

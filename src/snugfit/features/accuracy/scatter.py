@@ -10,10 +10,10 @@ from snugfit.errors import UsageError
 from snugfit.features.accuracy.compared_runs import Accuracy, ComparedRun
 from snugfit.report.text.figure import BLUE, LIGHT_BLUE, ORANGE, drawing
 
-NINE_IN_TEN = 0.2
+DOTTED_LINE_ERROR = 0.2
 """Relative error at the dotted lines of the plot. At least nine in ten runs should have a smaller one."""
 
-FARTHEST = 50
+MAX_PLOTTED_ERROR = 50
 """Largest error in per cent on the histogram's axis. Larger errors are counted in its last bars."""
 
 
@@ -36,15 +36,20 @@ def draw(results: Sequence[Accuracy], form: str) -> bytes:
                 [after for _, after in seconds], [before for before, _ in seconds], s=18, color=color,
                 label=f"{len(seconds)} runs bound by the {name}",
             )  # fmt: skip
-        for share, style in ((0.0, "-"), (NINE_IN_TEN, ":"), (-NINE_IN_TEN, ":")):
+        for share, style in ((0.0, "-"), (DOTTED_LINE_ERROR, ":"), (-DOTTED_LINE_ERROR, ":")):
             left.plot(ends, [end * (1 + share) for end in ends], color="0.4", linewidth=0.8, linestyle=style)
         left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         left.set_xlabel("Seconds of a step, measured")
         left.set_ylabel("Seconds of a step, predicted")
         left.legend(frameon=False)
         errors = [100 * (before / after - 1) for before, after in pairs]
-        within = [max(-FARTHEST, min(FARTHEST, error)) for error in errors]
-        right.hist(within, bins=list(range(-FARTHEST, FARTHEST + 5, 5)), color=LIGHT_BLUE, edgecolor="white")
+        within = [max(-MAX_PLOTTED_ERROR, min(MAX_PLOTTED_ERROR, error)) for error in errors]
+        right.hist(
+            within,
+            bins=list(range(-MAX_PLOTTED_ERROR, MAX_PLOTTED_ERROR + 5, 5)),
+            color=LIGHT_BLUE,
+            edgecolor="white",
+        )
         right.set_xlabel("Error, per cent of the measured seconds")
         right.set_ylabel("Runs")
     return drawn.content

@@ -78,25 +78,25 @@ def title(result: Accuracy) -> str:
     families = len({run.family for run in result.runs})
     jobs = len(group_by_job(result.runs))
     count = f"{jobs} job{'s' if jobs > 1 else ''}"
-    what = f"Seed {result.seed}" if result.seed is not None else "Named jobs"
+    source = f"Seed {result.seed}" if result.seed is not None else "Named jobs"
     runs = {
         "drawn": f"{len(result.runs)} runs of {families} families",
         "within-job": f"{len(result.runs)} runs of {count}, each in drawn recipes",
         "top": f"{len(result.runs)} runs of {count}, each in its plan's best recipes",
     }
-    where = f"measured on {result.device}" if result.device else f"predicted for {result.gpu}, not measured"
+    origin = f"measured on {result.device}" if result.device else f"predicted for {result.gpu}, not measured"
     again = f", predicted again {result.rescored}" if result.rescored else ""
-    return f"{what}: {runs.get(result.kind, runs['drawn'])}, {where}{again}"
+    return f"{source}: {runs.get(result.kind, runs['drawn'])}, {origin}{again}"
 
 
 def job_words(run: ComparedRun) -> str:
     """Return a training job (model, task and batch size) as text for one table cell."""
     job = run.job
-    what = f"{job.model.name}: {job.task}, {sizes(job)}"
+    summary = f"{job.model.name}: {job.task}, {sizes(job)}"
     extras = [f"built on the {job.build_on}"] if job.build_on != "device" else []
     extras += [f"padding {job.padding:g}"] if job.padding else []
     extras += ["evaluate"] if not job.trains else []
-    return ", ".join([what, *extras])
+    return ", ".join([summary, *extras])
 
 
 def about_order(result: Accuracy) -> Iterator[str]:

@@ -32,9 +32,9 @@ def document(plan: Plan, verified: Verification) -> dict[str, Any]:
 
 def grid(verified: Verification) -> Grid:
     """Return a table of a plan's measured recipes in the plan's order, with predictions and measurements."""
-    where = verified.device or "not measured"
+    device = verified.device or "not measured"
     return recipes_grid(
-        verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {where}"
+        verified.runs, f"The plan's best, predicted for {verified.gpu} and measured on {device}"
     )
 
 

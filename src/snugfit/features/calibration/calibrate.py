@@ -253,22 +253,24 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     if probe.corrects in EXCHANGES:
         return _read_exchange(reading, predicted, measured)
     bound_by_host = predicted.host_seconds > predicted.device_seconds
-    why = ""
+    reason = ""
     if bound_by_host != probe.is_of_host:
-        why = "the device bounds it" if probe.is_of_host else "the host bounds it"
+        reason = "the device bounds it" if probe.is_of_host else "the host bounds it"
     error = PROBE_ERRORS.get(probe.corrects, 1.0)
     share = _seconds_of_rate(probe.corrects, trace, rates, predicted) * error
     if not share:
-        why = "no kernel of its step depends on this rate"
-        return replace(reading, measured_seconds=measured.step_seconds, why=why, disturbed=measured.disturbed)
+        reason = "no kernel of its step depends on this rate"
+        return replace(
+            reading, measured_seconds=measured.step_seconds, why=reason, disturbed=measured.disturbed
+        )
     # The difference is attributed to this rate alone, as if all other seconds were right.
     factor = 1 + (measured.step_seconds - predicted.step_seconds * error) / share
-    why = why or _why_not(factor)
+    reason = reason or _why_not(factor)
     return replace(
         reading,
         measured_seconds=measured.step_seconds,
-        factor=None if why else factor,
-        why=why,
+        factor=None if reason else factor,
+        why=reason,
         disturbed=measured.disturbed,
     )
 
@@ -281,13 +283,13 @@ def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: Prob
     if not seconds or not predicted.communication_seconds:
         return replace(reading, why="its exchanges could not be timed")
     factor = seconds / predicted.communication_seconds
-    why = _why_not(factor)
+    reason = _why_not(factor)
     return replace(
         reading,
         predicted_seconds=predicted.communication_seconds,
         measured_seconds=seconds,
-        factor=None if why else factor,
-        why=why,
+        factor=None if reason else factor,
+        why=reason,
     )
 
 
@@ -295,8 +297,8 @@ def _why_not(factor: float) -> str:
     """Return the reason for rejecting the correction factor of a probe (a small training job), such as an
     implausible size; empty if it is plausible.
     """
-    believed = MIN_FACTOR < factor < 1 / MIN_FACTOR
-    return "" if believed else f"it would have to change by {factor:.2f}, for no known reason"
+    plausible = MIN_FACTOR < factor < 1 / MIN_FACTOR
+    return "" if plausible else f"it would have to change by {factor:.2f}, for no known reason"
 
 
 def _setup_of(probe: Probe) -> Setup:

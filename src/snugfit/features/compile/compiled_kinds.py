@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
     from snugfit.techniques.setup import Setup
 
-STAYS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
+LIBRARY_OPERATORS = MATRIX_PRODUCTS - {"aten::bmm", "aten::baddbmm", "aten::baddbmm_"}
 """Operators that remain library calls in compiled code. The compiler may replace written-out attention, with
 batched products, by one kernel."""
 
@@ -48,7 +48,7 @@ class _Counterparts(NamedTuple):
     recipe.
     """
 
-    alike: int | None
+    same_settings: int | None
     """The recipe that is not compiled and otherwise the same; None without one."""
     bare: int
     """The recipe that is not compiled, recomputes nothing, and computes all logits at once."""
@@ -62,8 +62,8 @@ class CompiledKinds(LoweredKinds):
     space: Space
     state: SearchState
 
-    def __init__(self, *asked: Any) -> None:
-        super().__init__(*asked)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._bounds: Mapping[int, Bound] = self.state.bounds
         self._uncompiled: dict[int, _Counterparts] = {}
         self._sizes: dict[int, list[int]] = {}
@@ -86,14 +86,14 @@ class CompiledKinds(LoweredKinds):
         """Return True if this operator remains a library call in compiled code, such as a matrix product. The
         compiler never recomputes its outputs, so outputs that the backward pass reads are kept.
         """
-        return operator in STAYS or any(name in operator for name in LIBRARIES)
+        return operator in LIBRARY_OPERATORS or any(name in operator for name in LIBRARIES)
 
     def __contains__(self, number: int) -> bool:
         return number in self._uncompiled
 
-    def alike(self, number: int) -> int | None:
+    def same_uncompiled(self, number: int) -> int | None:
         """Return the index of the recipe that differs from a compiled one only by not being compiled."""
-        return self._uncompiled[number].alike if number in self else None
+        return self._uncompiled[number].same_settings if number in self else None
 
     def bare(self, number: int) -> int:
         """Return the index of a compiled recipe's counterpart without compilation and recomputation, which
@@ -145,8 +145,8 @@ class CompiledKinds(LoweredKinds):
         return least
 
     def _of_uncompiled(self, number: int) -> Bound | None:
-        alike = self.alike(number)
-        return None if alike is None else self._bounds.get(alike)
+        same_settings = self.same_uncompiled(number)
+        return None if same_settings is None else self._bounds.get(same_settings)
 
     def again_seconds(self, number: int) -> float:
         """Return a lower bound of the seconds that a compiled recipe spends on recomputing activations; 0 if
@@ -154,8 +154,8 @@ class CompiledKinds(LoweredKinds):
         """
         if number not in self._uncompiled:
             return 0.0
-        alike, bare = self._uncompiled[number]
-        again = None if alike is None else self._bounds.get(alike)
+        same_settings, bare = self._uncompiled[number]
+        again = None if same_settings is None else self._bounds.get(same_settings)
         once = self._bounds.get(bare)
         if again is None or once is None:
             return 0.0
@@ -176,5 +176,5 @@ def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:
     """
     if setup.logits != uncompiled.logits:
         return other.resting_bytes
-    alike = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget
-    return other.compiled_bytes if alike else other.outside_bytes
+    same_checkpointing = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget
+    return other.compiled_bytes if same_checkpointing else other.outside_bytes

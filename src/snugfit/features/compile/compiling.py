@@ -82,13 +82,13 @@ def _compile_model(model: torch.nn.Module, wish: CompileWish) -> None:
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:
         # Evaluation has batches of any length, and each new length would be compiled.
-        if not model.training or model not in _BEFORE:
+        if not model.training or model not in _ORIGINAL_FORWARDS:
             return forward(*arguments, **keywords)
         out = compiled(*arguments, **{**without, **keywords})
         return _with_own_numbers(out) if wish.records_graphs else out
 
     # `vars` contains `forward` only if a library replaced it on this object.
-    _BEFORE[model] = vars(model).get("forward"), run
+    _ORIGINAL_FORWARDS[model] = vars(model).get("forward"), run
     model.forward = run
 
 
@@ -119,7 +119,7 @@ def compile_layers(model: torch.nn.Module, wish: CompileWish) -> None:
     """Compile each of the model's repeated layers."""
     for layers in _stacks_to_compile(model):
         for layer in layers:
-            _BEFORE[layer] = vars(layer).get("forward"), None
+            _ORIGINAL_FORWARDS[layer] = vars(layer).get("forward"), None
             layer.forward = _in_training(layer, layer.forward, wish)
 
 
@@ -150,25 +150,25 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
         f"functorch.activation_memory_budget = {wish.budget}  # a share of a layer's default",
     )
     before = bounded if wish.budget < 1 else ()
-    how = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
+    arguments = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
     if wish.is_one_program:
-        return (*before, *_model_lines(wish, how, trainer=trainer))
+        return (*before, *_model_lines(wish, arguments, trainer=trainer))
     return (
         *before,
         "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
         "for layer in model.modules():",
         f"    if type(layer).__name__ in {layer_names(job)!r}:",
-        f"        layer.compile({how})",
+        f"        layer.compile({arguments})",
     )
 
 
-def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ...]:
+def _model_lines(wish: CompileWish, call_arguments: str, *, trainer: bool) -> tuple[str, ...]:
     """Return Python lines that compile the whole `model`. accelerate and the Trainer put autocast around the
     model's forward pass, so `model.compile()` has it within.
     """
     without_cache = "model.config.use_cache = False"
     if wish.autocast == "around":
-        arguments = f"model.forward, {how}" if how else "model.forward"
+        arguments = f"model.forward, {call_arguments}" if call_arguments else "model.forward"
         return without_cache, f"model.forward = torch.compile({arguments})"
     # The Trainer's own `torch_compile` puts autocast within the compiled code.
     if trainer:
@@ -178,7 +178,7 @@ def _model_lines(wish: CompileWish, how: str, *, trainer: bool) -> tuple[str, ..
         "",
         'functorch.backward_pass_autocast = "off"  # as where autocast begins within the model',
         without_cache,
-        f"model.compile({how})",
+        f"model.compile({call_arguments})",
     )
 
 
@@ -186,8 +186,8 @@ def compile_arguments(wish: CompileWish) -> dict[str, Any]:
     """Return the arguments of `torch.compile` that differ from its defaults; the memory budget is not among
     them.
     """
-    said = {"backend": (wish.backend, "inductor"), "mode": (wish.mode, "default")}
-    return {name: value for name, (value, default) in said.items() if value != default}
+    settings = {"backend": (wish.backend, "inductor"), "mode": (wish.mode, "default")}
+    return {name: value for name, (value, default) in settings.items() if value != default}
 
 
 def compiled_function(forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
@@ -231,14 +231,14 @@ class BackwardWithoutAutocast:
 
 
 @contextlib.contextmanager
-def autocast_begins(where: str) -> Iterator[None]:
+def autocast_begins(position: str) -> Iterator[None]:
     """Context in which torch.compile traces as if autocast were entered `around` the compiled function or
     `within` it. torch traces a backward pass together with its forward pass, under the autocast that is
     active around them.
     """
     from torch._functorch import config as functorch
 
-    with functorch.patch(backward_pass_autocast="off") if where == "within" else contextlib.nullcontext():
+    with functorch.patch(backward_pass_autocast="off") if position == "within" else contextlib.nullcontext():
         yield
 
 
@@ -262,8 +262,8 @@ def run_as_written(model: torch.nn.Module) -> None:
     wrapper that another library put around a compiled forward pass stays too, around the uncompiled one.
     """
     for module in model.modules():
-        if module in _BEFORE:
-            before, run = _BEFORE.pop(module)
+        if module in _ORIGINAL_FORWARDS:
+            before, run = _ORIGINAL_FORWARDS.pop(module)
             # If a library wrapped the compiled forward pass later, its wrapper must stay.
             if run is not None and vars(module).get("forward") is not run:
                 continue
@@ -272,9 +272,9 @@ def run_as_written(model: torch.nn.Module) -> None:
                 module.forward = before
 
 
-_BEFORE: WeakKeyDictionary[torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]] = (
-    WeakKeyDictionary()
-)
+_ORIGINAL_FORWARDS: WeakKeyDictionary[
+    torch.nn.Module, tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+] = WeakKeyDictionary()
 """Earlier forward method of each compiled module; for a model that was compiled as a whole, also the compiled
 one."""
 

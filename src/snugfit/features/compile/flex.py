@@ -45,8 +45,8 @@ class Flex(Technique):
         attention.
         """
         wish = recipe[Slot.CHECKPOINTING].value
-        if why := _why_not(job):
-            yield f"{why}. Take 'sdpa'."
+        if reason := _why_not(job):
+            yield f"{reason}. Take 'sdpa'."
         if wish is not None and wish.keep:
             yield f"{recipe[Slot.CHECKPOINTING]} does not know its kernel. Take 'every_layer' or 'sdpa'."
 
@@ -68,6 +68,6 @@ def _why_not(job: Job) -> str:
     text = config.get_text_config()
     drops = {key: share for key in DROPOUTS if (share := getattr(text, key, 0.0))}
     if job.trains and drops:
-        asked = ", ".join(f"{key} = {share}" for key, share in drops.items())
-        return f"it drops no scores of attention, and the config of {job.model.name} has {asked}"
+        dropouts = ", ".join(f"{key} = {share}" for key, share in drops.items())
+        return f"it drops no scores of attention, and the config of {job.model.name} has {dropouts}"
     return ""

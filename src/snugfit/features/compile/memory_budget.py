@@ -15,7 +15,7 @@ from typing import Any
 
 from snugfit.errors import RecipeError
 
-DRAWS_ANEW = (
+REDRAWN_NUMBERS = (
     "With budget(0) torch would draw other random numbers for dropout in the backward pass, and gradients "
     "would be wrong (pytorch issue 190717). Try 'budget(0.1)', or 'every_layer'."
 )
@@ -94,7 +94,7 @@ def _keeper() -> Any:
                 if _draws(node):
                     # With a budget of 0, torch ignores the mark.
                     if self.budget == 0:
-                        raise RecipeError(DRAWS_ANEW)
+                        raise RecipeError(REDRAWN_NUMBERS)
                     # A mark costs a few bytes: torch keeps the random seed and computes the mask from it.
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

@@ -8,20 +8,20 @@ from typing import Any
 from snugfit.prediction.startup import operator_of
 from snugfit.rehearsal.trace.trace import GENERATED
 
-STARTING = 4.5
+STARTUP_SECONDS = 4.5
 """Seconds until torch.compile compiles the first kernel: imports, start of its worker processes, tracing."""
 
 GENERATED_KERNEL = 0.115
 """Seconds to compile one kernel that torch.compile generates, with a share of the code around the kernels."""
 
-IN_WHOLE = 0.027
+WHOLE_MODEL_KERNEL = 0.027
 """Seconds to compile one kernel of a model that is compiled as a whole, in which equal layers share nothing.
 
-`STARTING` and `GENERATED_KERNEL`: seven models whose layers were compiled one by one on the host of one H200,
-torch 2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with one 1.3 to
-1.7 s. One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of BERT-large
-took 66 s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22, `tests/data/compiled-h200.json`).
-`IN_WHOLE` predicts these within 30 %.
+`STARTUP_SECONDS` and `GENERATED_KERNEL`: seven models whose layers were compiled one by one on the host of
+one H200, torch 2.11 (results/h200-2026-11-23/compiled). Without a cache first steps took 6.0 to 8.4 s, with
+one 1.3 to 1.7 s. One, Qwen3 with adapters, took 14.9 s, which is not explained. Compiled whole, 24 layers of
+BERT-large took 66 s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-22,
+`tests/data/compiled-h200.json`). `WHOLE_MODEL_KERNEL` predicts these within 30 %.
 """
 
 COMPILED_SECONDS = (
@@ -42,4 +42,4 @@ def compile_seconds(kernels: Collection[Any], in_programs: int) -> float:
     """Return the seconds of compiling in a first step, without a cache of an earlier run."""
     generated = {kernel for kernel in kernels if operator_of(kernel).startswith(GENERATED)}
     # Equal layers share their kernels if compiled one by one. In a whole model's program each is compiled.
-    return IN_WHOLE * in_programs + (STARTING + GENERATED_KERNEL * len(generated))
+    return WHOLE_MODEL_KERNEL * in_programs + (STARTUP_SECONDS + GENERATED_KERNEL * len(generated))

@@ -39,7 +39,7 @@ def user_defaults() -> dict[str, tuple[str, str]]:
 
 
 def _read(file: Path) -> dict[str, str]:
-    document = load_yaml(read_text(file, what="file of defaults"), str(file))
+    document = load_yaml(read_text(file, noun="file of defaults"), str(file))
     if document is None:
         return {}
     if not isinstance(document, dict):

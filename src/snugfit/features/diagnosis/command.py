@@ -61,8 +61,8 @@ def why_oom(**options: Any) -> int:
     from snugfit.features.diagnosis.diagnose import ON_GPU, diagnose
 
     request = _request(options)
-    content, where = _content(options["log"])
-    diagnosis, sizes = diagnose(content, where)
+    content, location = _content(options["log"])
+    diagnosis, sizes = diagnose(content, location)
     prediction = None
     if request is not None and diagnosis.kind in ON_GPU:
         from snugfit.features.diagnosis.compare import compare
@@ -107,7 +107,7 @@ def _content(log: str | None) -> tuple[bytes, str]:
         refuse_no_file(path, "log or snapshot", LARGEST_INPUT, hint)
         with refuse_unreadable(path):
             content = path.read_bytes()
-        where = str(path)
+        location = str(path)
     else:
         # `sys.stdin` is None if the shell closed it.
         if sys.stdin is None or (log is None and sys.stdin.isatty()):
@@ -115,14 +115,14 @@ def _content(log: str | None) -> tuple[bytes, str]:
                 "No log given. Name a file, or pipe one: snugfit why-oom LOG, or ... | snugfit why-oom -"
             )
         # One byte beyond the limit shows that the input is too long.
-        content, where = sys.stdin.buffer.read(LARGEST_INPUT + 1), "stdin"
+        content, location = sys.stdin.buffer.read(LARGEST_INPUT + 1), "stdin"
         if len(content) > LARGEST_INPUT:
             raise UsageError(f"stdin: more than {LARGEST_INPUT:,} bytes.{hint}")
     if not content.strip():
-        raise UsageError(f"{where}: empty. Give the text of the error, with the lines before it.")
+        raise UsageError(f"{location}: empty. Give the text of the error, with the lines before it.")
     if content.startswith(COMPRESSED):
-        raise UsageError(f"{where}: a compressed file. Unpack it first, such as with gunzip.")
-    return content, where
+        raise UsageError(f"{location}: a compressed file. Unpack it first, such as with gunzip.")
+    return content, location
 
 
 def _print(diagnosis: Diagnosis, prediction: Prediction | None, *, as_json: bool) -> None:

@@ -34,8 +34,10 @@ def compare(
     defer_imports()
     ledger = diagnosis.ledger or Ledger()
     memory = request.memory_bytes or _usable_bytes(ledger)
-    how: dict[str, Any] = {"gpu": request.gpu, "gpus": request.gpus, "loop": request.loop}
-    prediction = predict(request.job, request.recipe, memory_bytes=memory, software=request.software, **how)
+    options: dict[str, Any] = {"gpu": request.gpu, "gpus": request.gpus, "loop": request.loop}
+    prediction = predict(
+        request.job, request.recipe, memory_bytes=memory, software=request.software, **options
+    )
     candidates = match_trace(rehearse_again(prediction), sizes, ledger.allocated_bytes) if sizes else []
     missed = sizes is not None and not candidates
     more = _further_bytes(diagnosis, prediction)

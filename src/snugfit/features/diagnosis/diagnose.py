@@ -22,7 +22,7 @@ ON_GPU = frozenset({
 """Kinds of failures in GPU memory, for which the report shows the predicted step and smaller recipes."""
 
 
-def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | None]:
+def diagnose(content: bytes, location: str) -> tuple[Diagnosis, tuple[int, int] | None]:
     """Return the cause of the out-of-memory error in a log or snapshot, and bounds of the failed tensor's
     bytes.
 
@@ -30,7 +30,7 @@ def diagnose(content: bytes, where: str) -> tuple[Diagnosis, tuple[int, int] | N
     """
     # Pickles of protocol 2 to 5 begin with these bytes.
     if content[:1] == b"\x80" and content[1:2] in b"\x02\x03\x04\x05":
-        return _of_snapshot(read_snapshot(content, where))
+        return _of_snapshot(read_snapshot(content, location))
     return _of_log(read_log(decode(content)))
 
 
@@ -169,10 +169,10 @@ CONTEXT = 1 * GIB
 """Assumed bytes of GPU memory that a process needs outside of PyTorch's allocator: CUDA context and
 libraries. Measured contexts have 0.4 to 0.8 GiB (`job/gpus.json`)."""
 
-FEW = 0.02
+NEGLIGIBLE_SHARE = 0.02
 """Share of a GPU's memory below which reserved but unallocated memory is no reason for a failure."""
 
-MANY = 0.05
+LARGE_SHARE = 0.05
 """Share of a GPU's memory above which memory outside of PyTorch counts as a reason for a failure."""
 
 
@@ -191,9 +191,9 @@ def decide(requested: int, ledger: Ledger | None) -> tuple[FailureKind, str, tup
         return kind, _with_enough_free(requested, free, unallocated), ()
     foreign = _foreign_bytes(ledger)
     enough_outside = foreign + free >= requested and foreign > unallocated
-    if total and enough_outside and foreign >= MANY * total:
+    if total and enough_outside and foreign >= LARGE_SHARE * total:
         return FailureKind.OUTSIDE, _outside(foreign, ledger), ()
-    if unallocated + free >= requested and (not total or unallocated >= FEW * total):
+    if unallocated + free >= requested and (not total or unallocated >= NEGLIGIBLE_SHARE * total):
         return FailureKind.FRAGMENTATION, _fragments(requested, unallocated), _about_graphs(ledger)
     return (
         FailureKind.SHORTAGE,
@@ -294,7 +294,7 @@ def _shortage(requested: int, ledger: Ledger) -> str:
     missing = (
         f"Even with the {show_bytes(unallocated)} that PyTorch had only reserved, "
         f"{show_bytes(short)} were missing."
-        if short > 0 and unallocated >= FEW * total
+        if short > 0 and unallocated >= NEGLIGIBLE_SHARE * total
         else f"{show_bytes(requested - free)} were missing."
     )
     return (
@@ -308,7 +308,7 @@ def _about_few(requested: int, unallocated: int, free: int) -> tuple[str, ...]:
         return ()
     return (
         f"The {show_bytes(unallocated)} that PyTorch had reserved and not allocated would have served this "
-        f"request, but little more: under {FEW:.0%} of the GPU.",
+        f"request, but little more: under {NEGLIGIBLE_SHARE:.0%} of the GPU.",
     )
 
 

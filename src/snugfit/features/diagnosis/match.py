@@ -69,9 +69,9 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
         before = after
 
     def distance(live: list[int]) -> int:
-        return -max(live) if live_bytes is None else min(abs(one - live_bytes) for one in live)
+        return -max(live) if live_bytes is None else min(abs(nbytes - live_bytes) for nbytes in live)
 
-    ordered = sorted(matches.items(), key=lambda one: (distance(one[1]), -one[0][4]))
+    ordered = sorted(matches.items(), key=lambda entry: (distance(entry[1]), -entry[0][4]))
     shapes = _shapes(trace)
     return [
         RequestedTensor(
@@ -82,7 +82,9 @@ def match_trace(trace: Trace, sizes: tuple[int, int], live_bytes: int | None) ->
             bytes=key[4],
             count=counts[key],
             shapes=shapes.get(key[:3], ""),
-            live_bytes=max(live) if live_bytes is None else min(live, key=lambda one: abs(one - live_bytes)),
+            live_bytes=max(live)
+            if live_bytes is None
+            else min(live, key=lambda entry: abs(entry - live_bytes)),
             guess=False,
         )
         for key, live in ordered[:SHOWN]
@@ -97,7 +99,7 @@ def _shapes(trace: Trace) -> dict[tuple[str, str, str], str]:
     for kernel in trace.kernels:
         key = (_fold(kernel.module), kernel.operator, kernel.phase)
         if key not in shapes and kernel.shapes:
-            shapes[key] = ", ".join("×".join(map(str, one)) or "1" for one in kernel.shapes)
+            shapes[key] = ", ".join("×".join(map(str, shape)) or "1" for shape in kernel.shapes)
     return shapes
 
 
@@ -112,7 +114,7 @@ def guess(sizes: tuple[int, int]) -> list[RequestedTensor]:
     if sizes[1] < GUESS_FROM:
         return []
     guesses = [*_logits(*sizes), *_scores(*sizes)]
-    return [one for _, one in sorted(guesses, key=lambda one: -one[0])[:SHOWN]]
+    return [entry for _, entry in sorted(guesses, key=lambda entry: -entry[0])[:SHOWN]]
 
 
 def _logits(least: int, most: int) -> Iterator[tuple[int, RequestedTensor]]:

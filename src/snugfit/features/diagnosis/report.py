@@ -49,7 +49,7 @@ def render(diagnosis: Diagnosis, ways_out: Sequence[str] = ()) -> RenderableType
     if diagnosis.segments is not None:
         parts.append(words(_about_segments(diagnosis.segments)))
     if diagnosis.live:
-        rows = [(one.code, f"{one.count:,}", show_bytes(one.bytes)) for one in diagnosis.live]
+        rows = [(line.code, f"{line.count:,}", show_bytes(line.bytes)) for line in diagnosis.live]
         parts.append(table(("Largest live tensors, by line of code", "Tensors>", "Size>"), rows))
     parts += _changes(diagnosis.changes, ways_out)
     parts += [words(f"Note: {note}", "yellow") for note in diagnosis.notes]
@@ -60,12 +60,12 @@ def _about_place(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield a line on the position of the error message in the log or snapshot, and one on the failing line
     of code.
     """
-    where = [f"line {diagnosis.line:,}"] if diagnosis.line is not None else []
-    where += [f"rank {diagnosis.rank}"] if diagnosis.rank is not None else []
-    where += [f"GPU {diagnosis.device}"] if diagnosis.device is not None else []
+    position = [f"line {diagnosis.line:,}"] if diagnosis.line is not None else []
+    position += [f"rank {diagnosis.rank}"] if diagnosis.rank is not None else []
+    position += [f"GPU {diagnosis.device}"] if diagnosis.device is not None else []
     source = "log" if diagnosis.source == "text" else "snapshot"
     more = f"; {diagnosis.further_errors:,} further in this {source}" if diagnosis.further_errors else ""
-    yield f"Place: {', '.join(where)}{more}."
+    yield f"Place: {', '.join(position)}{more}."
     if diagnosis.traceback:
         phase = f"{diagnosis.phase}, " if diagnosis.phase else ""
         yield f"Code: {phase}{diagnosis.traceback}"
@@ -108,7 +108,7 @@ def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
         parts.append(
             words("Guesses from the size alone (--for MODEL or --arguments FILE searches a predicted step):")
         )
-        parts += [words(f"- {one.module}: {one.shapes}") for one in candidates]
+        parts += [words(f"- {candidate.module}: {candidate.shapes}") for candidate in candidates]
     elif candidates:
         parts.append(_candidates_table(candidates))
     return parts
@@ -117,16 +117,16 @@ def _about_request(diagnosis: Diagnosis) -> list[RenderableType]:
 def _candidates_table(candidates: Sequence[RequestedTensor]) -> PlainTable:
     rows = [
         (
-            one.module or "(the loop)",
-            one.operator,
-            one.phase,
-            one.kind,
-            one.shapes,
-            f"{one.count:,}",
-            show_bytes(one.bytes),
-            "" if one.live_bytes is None else show_bytes(one.live_bytes),
+            candidate.module or "(the loop)",
+            candidate.operator,
+            candidate.phase,
+            candidate.kind,
+            candidate.shapes,
+            f"{candidate.count:,}",
+            show_bytes(candidate.bytes),
+            "" if candidate.live_bytes is None else show_bytes(candidate.live_bytes),
         )
-        for one in candidates
+        for candidate in candidates
     ]
     heads = (
         "Tensors of this size in the predicted step", "Operator", "Phase", "Kind", "Inputs", "Tensors>",
@@ -153,5 +153,7 @@ def _changes(changes: Sequence[SuggestedChange], ways_out: Sequence[str]) -> lis
     if not changes:
         return []
     lines = [Text(), words("General changes, not checked for this run:", "bold")]
-    lines += [words(f"{number}. {one.change}: {one.effect}.") for number, one in enumerate(changes, 1)]
+    lines += [
+        words(f"{number}. {change.change}: {change.effect}.") for number, change in enumerate(changes, 1)
+    ]
     return list(lines)

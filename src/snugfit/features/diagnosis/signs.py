@@ -39,7 +39,7 @@ REQUEST = re.compile(
 """Pattern of a failed request in error messages of PyTorch's CUDA allocators, both its own and
 `cudaMallocAsync`."""
 
-BEGINNINGS = ("Tried", "tried", "Requested ")
+FIRST_WORDS = ("Tried", "tried", "Requested ")
 """First words of the message of a failed request. A search for them is much faster than the pattern."""
 
 CPU_REQUEST = re.compile(r"you tried to allocate (\d+) bytes")

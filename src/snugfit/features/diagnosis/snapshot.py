@@ -63,22 +63,22 @@ class SnapshotFacts(NamedTuple):
     notes: tuple[str, ...]
 
 
-def read_snapshot(content: bytes, where: str) -> SnapshotFacts:
+def read_snapshot(content: bytes, location: str) -> SnapshotFacts:
     """Read a memory snapshot and return the state of the GPU that ran out of memory, or else of the fullest
     one. Raises `UsageError` for other content.
     """
-    document = read_plain_pickle(content, where)
-    segments, traces = _parts(document, where)
+    document = read_plain_pickle(content, location)
+    segments, traces = _parts(document, location)
     try:
         return _facts(segments, traces, document.get("allocator_settings"))
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError):
         raise UsageError(
-            f"{where}: this snapshot has another form than torch 2.1 to 2.15 write. Write it with "
+            f"{location}: this snapshot has another form than torch 2.1 to 2.15 write. Write it with "
             "torch.cuda.memory._dump_snapshot."
         ) from None
 
 
-def _parts(document: Any, where: str) -> tuple[Sequence[Any], Sequence[Any]]:
+def _parts(document: Any, location: str) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the segments and the event histories of a memory snapshot. Raises `UsageError` for another
     pickle, and for too many entries.
     """
@@ -88,7 +88,7 @@ def _parts(document: Any, where: str) -> tuple[Sequence[Any], Sequence[Any]]:
         segments, traces = document.get("segments"), document.get("device_traces") or []
     if isinstance(document, list) or not isinstance(segments, list) or not isinstance(traces, list):
         raise UsageError(
-            f"{where}: this pickle is not a memory snapshot: it has no list of segments. Write one with "
+            f"{location}: this pickle is not a memory snapshot: it has no list of segments. Write one with "
             "torch.cuda.memory._dump_snapshot."
         )
     entries = len(segments)
@@ -96,17 +96,17 @@ def _parts(document: Any, where: str) -> tuple[Sequence[Any], Sequence[Any]]:
         entries += (
             len(part["blocks"]) if isinstance(part, dict) and isinstance(part.get("blocks"), list) else 0
         )
-        _refuse_many(entries, where)
+        _refuse_many(entries, location)
     for trace in traces:
         entries += len(trace) if isinstance(trace, list) else 0
-        _refuse_many(entries, where)
+        _refuse_many(entries, location)
     return segments, traces
 
 
-def _refuse_many(entries: int, where: str) -> None:
+def _refuse_many(entries: int, location: str) -> None:
     if entries > MOST_ENTRIES:
         raise UsageError(
-            f"{where}: this snapshot has more than {MOST_ENTRIES:,} blocks and events. Record fewer: "
+            f"{location}: this snapshot has more than {MOST_ENTRIES:,} blocks and events. Record fewer: "
             "torch.cuda.memory._record_memory_history(max_entries=100000)."
         )
 
@@ -118,7 +118,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
         for index, entry in enumerate(trace)
         if entry["action"] == "oom"
     ]
-    places = _Places()
+    places = _CodeLines()
     sizes: Counter[int] = Counter()
     for part in segments:
         sizes[_size(part.get("device", 0))] += _size(part["total_size"])
@@ -158,7 +158,7 @@ def _facts(segments: Sequence[Any], traces: Sequence[Any], settings: Any) -> Sna
     )
 
 
-def _alive(segments: Sequence[Any], places: _Places) -> dict[int, LiveBlock]:
+def _alive(segments: Sequence[Any], places: _CodeLines) -> dict[int, LiveBlock]:
     """Return the live blocks at the end of the snapshot, by address. A freed block that waits for another
     stream counts as live.
     """
@@ -187,7 +187,7 @@ def _frames_of(block: Any) -> Any:
 
 
 def _rewind(
-    alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _Places
+    alive: dict[int, LiveBlock], trace: Sequence[Any], index: int, places: _CodeLines
 ) -> dict[int, LiveBlock]:
     """Return the live memory blocks before event `index` of a snapshot's history, computed back from those at
     its end.
@@ -213,7 +213,7 @@ def _rewind(
 UNKNOWN = "(no stack frames)"
 
 
-class _Places(dict[int, str]):
+class _CodeLines(dict[int, str]):
     """Cache of the code line of each stack trace. Blocks and events of a snapshot share traces, so the key is
     the object's identity.
     """
@@ -269,9 +269,9 @@ def _segment_use(segments: Sequence[Any], settings: Any) -> SegmentUse:
     grows = isinstance(settings, dict) and bool(settings.get("expandable_segments"))
     return SegmentUse(
         segments=len(segments),
-        partly_used=sum(bool(one) and sum(one) < p["total_size"] for one, p in zip(free, segments)),
+        partly_used=sum(bool(sizes) and sum(sizes) < p["total_size"] for sizes, p in zip(free, segments)),
         unallocated_bytes=sum(map(sum, free)),
-        largest_free_bytes=max((size for one in free for size in one), default=0),
+        largest_free_bytes=max((size for sizes in free for size in sizes), default=0),
         expandable=grows or any(bool(part.get("is_expandable")) for part in segments),
     )
 
@@ -302,9 +302,9 @@ class _PlainReader(_PYTHON_READER):  # type: ignore[misc]
     dispatch: ClassVar[dict[int, Any]] = {code[0]: _PYTHON_READER.dispatch[code[0]] for code in PLAIN}
 
 
-def read_plain_pickle(content: bytes, where: str) -> Any:
-    """Return the object in a pickle of plain data. Raises `UsageError`, with `where` as the file's name, for
-    any other pickle.
+def read_plain_pickle(content: bytes, location: str) -> Any:
+    """Return the object in a pickle of plain data. Raises `UsageError`, with `location` as the file's name,
+    for any other pickle.
     """
     try:
         return _PlainReader(io.BytesIO(content)).load()
@@ -313,15 +313,15 @@ def read_plain_pickle(content: bytes, where: str) -> Any:
         code = unknown.args[0] if unknown.args else None
         if type(code) is int and code in _PYTHON_READER.dispatch and code not in _PlainReader.dispatch:
             raise UsageError(
-                f"{where}: this pickle has the instruction {chr(code)!r}, which no snapshot has, so it "
+                f"{location}: this pickle has the instruction {chr(code)!r}, which no snapshot has, so it "
                 "was not read. Write a snapshot with torch.cuda.memory._dump_snapshot."
             ) from None
-        raise _damage(where) from None
+        raise _damage(location) from None
     except (EOFError, MemoryError, RecursionError, OverflowError):
-        raise _damage(where) from None
+        raise _damage(location) from None
     except (pickle.UnpicklingError, ValueError, TypeError, IndexError, AttributeError, AssertionError):
-        raise _damage(where) from None
+        raise _damage(location) from None
 
 
-def _damage(where: str) -> UsageError:
-    return UsageError(f"{where}: this pickle is damaged or cut off. Copy the whole snapshot again.")
+def _damage(location: str) -> UsageError:
+    return UsageError(f"{location}: this pickle is damaged or cut off. Copy the whole snapshot again.")

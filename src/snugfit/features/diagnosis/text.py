@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from snugfit.errors import UsageError
 from snugfit.features.diagnosis.result import FailureKind, Ledger
 from snugfit.features.diagnosis.signs import (
-    BEGINNINGS,
     CPU_REQUEST,
+    FIRST_WORDS,
     FOREIGN,
     KERNEL_LIMIT,
     KILLED_BYTES,
@@ -101,14 +101,14 @@ def read_log(text: str) -> LoggedError:
     starts = _line_starts(plain)
     numbered = [(sign, match, _line_of(match.start(), starts)) for sign, match in matches]
     lowest = min((rank for *_, line in numbered if (rank := ranks[line]) is not None), default=None)
-    of_rank = [one for one in numbered if lowest is None or ranks[one[2]] == lowest]
+    of_rank = [entry for entry in numbered if lowest is None or ranks[entry[2]] == lowest]
     sign, match, line = _ending(of_rank, plain)
     error = LoggedError(
         sign=sign,
         wording=" ".join(match[0].split()),
         line=line + 1,
         rank=ranks[line],
-        further=len({one for *_, one in numbered}) - 1,
+        further=len({entry for *_, entry in numbered}) - 1,
     )
     error = _with_figures(error, joined, match)
     if line > of_rank[0][2]:
@@ -116,7 +116,7 @@ def read_log(text: str) -> LoggedError:
         error = replace(error, notes=(caught, *error.notes))
     # Other ranks' lines may be mixed with the traceback of this one, so more lines are searched.
     before = range(max(0, line - 16 * TRACEBACK_LINES), line)
-    own = [plain[one] for one in before if error.rank is None or ranks[one] == error.rank]
+    own = [plain[entry] for entry in before if error.rank is None or ranks[entry] == error.rank]
     return _with_traceback(error, own)
 
 
@@ -129,7 +129,7 @@ def _ending(
     first = errors[0]
     if first[1].re is not REQUEST or _RAISED.match(lines[first[2]]):
         return first
-    raised = (one for one in errors if one[1].re is REQUEST and _RAISED.match(lines[one[2]]))
+    raised = (error for error in errors if error[1].re is REQUEST and _RAISED.match(lines[error[2]]))
     return next(raised, first)
 
 
@@ -162,15 +162,15 @@ def _errors(text: str, *, certain: bool) -> list[tuple[Sign, re.Match[str]]]:
     """Return the out-of-memory errors in a log, in order: the certain ones, or else the possible ones. A
     message with sizes counts once, where the memory was requested.
     """
-    starts = [at for word in BEGINNINGS for at in _places(text, word)] if certain else []
+    starts = [at for word in FIRST_WORDS for at in _places(text, word)] if certain else []
     # The wording `you tried to allocate` is that of the CPU's allocator, which has its own sign.
     possible = (REQUEST.match(text, at) for at in starts if not text.endswith("you ", 0, at))
     matches = [(SIGNS[0], match) for match in possible if match]
-    for sign in [one for one in SIGNS if one.certain is certain]:
+    for sign in [candidate for candidate in SIGNS if candidate.certain is certain]:
         for match in _matches(sign, text):
             if sign is not SIGNS[0] or not REQUEST.search(text, match.start(), match.end() + 200):
                 matches.append((sign, match))
-    return sorted(matches, key=lambda one: one[1].start())
+    return sorted(matches, key=lambda candidate: candidate[1].start())
 
 
 def _places(text: str, word: str) -> Iterator[int]:
@@ -260,7 +260,7 @@ def _with_host_figures(error: LoggedError, text: str, match: re.Match[str]) -> L
 def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
     """Return the GPU memory by owner from an error message on one line, and notes on the values."""
     figures = {name: _amount(pattern, message) for name, pattern in _FIELDS.items()}
-    if all(one is None for one in figures.values()):
+    if all(figure is None for figure in figures.values()):
         return None, ()
     ledger = Ledger(**figures)
     reserved = _RESERVED.search(message)
@@ -269,7 +269,7 @@ def read_ledger(message: str) -> tuple[Ledger | None, tuple[str, ...]]:
         # Until torch 1.3, the figure `cached` excludes allocated memory.
         rest = parse_amount(reserved[1]) if "cached" in reserved[0] else rest
         ledger = replace(ledger, unallocated_bytes=rest)
-    return _with_processes(ledger, [parse_amount(one) for one in _PROCESS.findall(message)])
+    return _with_processes(ledger, [parse_amount(figure) for figure in _PROCESS.findall(message)])
 
 
 def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple[str, ...]]:
@@ -280,7 +280,9 @@ def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple
     notes: tuple[str, ...] = ()
     if ledger.process_bytes is None and processes and ledger.reserved_bytes is not None:
         # The figures in a message are rounded, so a process may seem to use less than it reserved.
-        own = min((one for one in processes if one >= 0.98 * (ledger.reserved_bytes or 0)), default=None)
+        own = min(
+            (nbytes for nbytes in processes if nbytes >= 0.98 * (ledger.reserved_bytes or 0)), default=None
+        )
         if own is not None:
             processes.remove(own)
             ledger, notes = replace(ledger, process_bytes=own), (RENAMED_PROCESS,)
@@ -291,7 +293,7 @@ def _with_processes(ledger: Ledger, processes: list[int]) -> tuple[Ledger, tuple
 
 def _amount(pattern: str, message: str) -> int | None:
     match = re.search(pattern, message)
-    return parse_amount(next(one for one in match.groups() if one)) if match else None
+    return parse_amount(next(group for group in match.groups() if group)) if match else None
 
 
 def parse_amount(text: str) -> int:
@@ -341,7 +343,7 @@ def _with_traceback(error: LoggedError, lines: Sequence[str]) -> LoggedError:
     phase = next((name for name, parts in _PHASES if any(p in file for p in parts for file in files)), "")
     if not phase and any("/torch/nn/modules/" in file or "modeling_" in file for file in files):
         phase = "forward"
-    own = [one for one, file in zip(frames, files, strict=True) if "/torch/" not in file]
+    own = [frame for frame, file in zip(frames, files, strict=True) if "/torch/" not in file]
     file, line, function, code = (own or frames)[-1]
     name = file.replace("\\", "/").rpartition("/")[2]
     position = f"{function} ({name}:{line})"

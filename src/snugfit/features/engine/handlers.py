@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from snugfit.step.step_runner import StepRunner
 
 
-def _refusals(why: str) -> Mapping[str, str]:
-    """Return a reason to refuse each training loop except snugfit's own: a dict with the value `why` for
+def _refusals(reason: str) -> Mapping[str, str]:
+    """Return a reason to refuse each training loop except snugfit's own: a dict with the value `reason` for
     each.
     """
     own = "its loop is snugfit's own code"
-    return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), why), "script": own}
+    return {**dict.fromkeys(("accelerate", "trainer", "fit", "custom_loop"), reason), "script": own}
 
 
 _MADE_BEFORE = (

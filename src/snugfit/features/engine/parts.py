@@ -29,7 +29,7 @@ from snugfit.rehearsal.splice import (
     split_update,
 )
 from snugfit.rehearsal.step_parts import StepParts, UnsupportedStep
-from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, PhaseStart, RelativeTrace, TraceEvent
 from snugfit.rehearsal.trace.repeat import PeriodicRun, Piece, micro_batch_starts, widen
 from snugfit.rehearsal.trace.trace import GRAPH_STREAM, Kernel, MarkKind
 from snugfit.results.footprint import Kind
@@ -76,12 +76,12 @@ class CapturedParts(StepParts):
                 "it cannot be recorded as CUDA graphs: its code reads a number from the device"
             )
 
-    def rehearse_update(self, job: Job, setup: Setup, *asked: Any) -> Part:
+    def rehearse_update(self, job: Job, setup: Setup, *arguments: Any) -> Part:
         """Simulate the optimizer's update, recorded as a CUDA graph. Raises `UnsupportedStep` if it waits for
         the device.
         """
         is_recorded = CAPTURE.of(setup) is not None
-        return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *asked)
+        return (rehearse_captured_update if is_recorded else rehearse_update)(job, setup, *arguments)
 
     def splice(self, passes: Part, update: Part, *, micro_batches: int = 1) -> PeriodicRun | None:
         """Return the trace of steps replayed from CUDA graphs, joined from simulated passes and a simulated
@@ -207,10 +207,10 @@ def splice_captured(passes: Part, update: Part, *, micro_batches: int = 1) -> Pe
 class _UpdateStep(NamedTuple):
     """One step of the optimizer's update, simulated alone and recorded as a CUDA graph."""
 
-    before: Sequence[Move]
+    before: Sequence[TraceEvent]
     """Allocations, frees and marks before clipping or the update; in a recorded step, before the recording
     begins."""
-    after: Sequence[Move]
+    after: Sequence[TraceEvent]
 
 
 class _Splicing:
@@ -258,25 +258,27 @@ class _Splicing:
             [*played, Piece(last)],
         ]
 
-    def _as_written(self, moves: Sequence[Move]) -> Iterator[Move]:
+    def _as_written(self, events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
         """Yield the events of the first step's forward and backward passes. They run without CUDA graphs, but
         in the graphs' memory pool.
         """
-        for move in moves:
-            if type(move) is Alloc:
-                yield self._alloc(self._passing.alloc(move), move)
-            elif type(move) is Free:
-                yield self._live.free_of(self._of_passes[self._passing.free(move)])
+        for event in events:
+            if type(event) is Alloc:
+                yield self._alloc(self._passing.alloc(event), event)
+            elif type(event) is Free:
+                yield self._live.free_of(self._of_passes[self._passing.free(event)])
             # Only the last step's kernels are needed for a prediction.
-            elif type(move) is not Kernel and move is not MarkKind.WAIT:
-                yield move
+            elif type(event) is not Kernel and event is not MarkKind.WAIT:
+                yield event
 
-    def _alloc(self, block: int, move: Alloc, stream: int = GRAPH_STREAM) -> Alloc:
-        placed = move._replace(stream=stream)
+    def _alloc(self, block: int, event: Alloc, stream: int = GRAPH_STREAM) -> Alloc:
+        placed = event._replace(stream=stream)
         self._of_passes[block] = self._live.alloc(placed)
         return placed
 
-    def _record_passes(self, moves: Sequence[Move], of_generator: Sequence[Alloc]) -> Iterator[Move]:
+    def _record_passes(
+        self, events: Sequence[TraceEvent], of_generator: Sequence[Alloc]
+    ) -> Iterator[TraceEvent]:
         """Yield the allocations and kernels of recording forward and backward: the first and the last
         micro-batch.
 
@@ -287,8 +289,8 @@ class _Splicing:
         yield PhaseStart(1, "load")
         if several:
             yield self._allocate_own(Alloc(SHARE_BYTES, "aten::ones", "", "load", Kind.TEMPORARIES))
-        cuts = [0, *micro_batch_starts(moves)[1:], len(moves)]
-        pieces = [moves[start:end] for start, end in pairwise(cuts)]
+        cuts = [0, *micro_batch_starts(events)[1:], len(events)]
+        pieces = [events[start:end] for start, end in pairwise(cuts)]
         batch: set[int] = set()
         for number, piece in enumerate(pieces):
             # Two graphs suffice for all micro-batches: the first one creates gradients, the second adds to
@@ -300,32 +302,32 @@ class _Splicing:
                 yield from _with_cast(emitted) if several else emitted
 
     def _pass(
-        self, moves: Sequence[Move], batch: set[int], of_generator: Sequence[Alloc] | None
-    ) -> Iterator[Move]:
+        self, events: Sequence[TraceEvent], batch: set[int], of_generator: Sequence[Alloc] | None
+    ) -> Iterator[TraceEvent]:
         """Yield the allocations and kernels of one micro-batch in the graphs' memory pool.
 
         The blocks of its `batch` are not in that pool; the batch of the first micro-batch is not freed. Only
         the first micro-batch has the allocations `of_generator`, the states of the random generator.
         """
         phase = "load"
-        for move in moves:
-            if type(move) is PhaseStart:
-                phase = move.phase
+        for event in events:
+            if type(event) is PhaseStart:
+                phase = event.phase
                 if phase != "load":
                     yield PhaseStart(1, phase)
                     # The allocator frees its cached memory before each recording.
                     yield MarkKind.CACHE_EMPTIED
                 if phase == "forward" and of_generator:
                     yield from map(self._allocate_own, of_generator)
-            elif type(move) is Alloc and phase == "load":
-                batch.add(self._passing.alloc(move))
+            elif type(event) is Alloc and phase == "load":
+                batch.add(self._passing.alloc(event))
                 if of_generator is not None:
                     # All replays read the same device batch, so it is in the ordinary pool and never freed.
-                    yield self._allocate_own(move)
-            elif type(move) is Alloc:
-                yield self._alloc(self._passing.alloc(move), move)
+                    yield self._allocate_own(event)
+            elif type(event) is Alloc:
+                yield self._alloc(self._passing.alloc(event), event)
             # The device batch of the first micro-batch is never freed.
-            elif type(move) is Free and (block := self._passing.free(move)) not in batch:
+            elif type(event) is Free and (block := self._passing.free(event)) not in batch:
                 yield self._live.free_of(self._of_passes[block])
 
     def _allocate_own(self, alloc: Alloc) -> Alloc:
@@ -333,47 +335,47 @@ class _Splicing:
         self._live.alloc(alloc)
         return alloc
 
-    def _gradients_of(self, moves: Iterable[Move]) -> list[int]:
+    def _gradients_of(self, events: Iterable[TraceEvent]) -> list[int]:
         """Return the memory blocks of the gradients that these events free, in order."""
-        freed = [self._passing.free(move) for move in moves if type(move) is Free]
+        freed = [self._passing.free(event) for event in events if type(event) is Free]
         allocs = self._passing.allocs
         return [self._of_passes[block] for block in freed if allocs[block].kind == Kind.GRADIENTS]
 
-    def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[Move]:
+    def _update(self, step: _UpdateStep, gradients: Sequence[int]) -> Iterator[TraceEvent]:
         """Yield the allocations and kernels of an update; `gradients` are the memory blocks that backward
         created.
         """
         stand_ins: list[int] = []
-        for move in step.before:
-            if type(move) is Alloc and move.kind == Kind.GRADIENTS:
-                stand_ins.append(self._updating.alloc(move))
-            elif type(move) is Alloc and move.phase == "forward":
+        for event in step.before:
+            if type(event) is Alloc and event.kind == Kind.GRADIENTS:
+                stand_ins.append(self._updating.alloc(event))
+            elif type(event) is Alloc and event.phase == "forward":
                 # Forward and backward have allocated the random generator's states already.
-                self._updating.alloc(move)
-            elif type(move) in (Alloc, Free):
-                yield from self._moves_of_update(move)
+                self._updating.alloc(event)
+            elif type(event) in (Alloc, Free):
+                yield from self._moves_of_update(event)
         sizes = [self._updating.allocs[block].nbytes for block in stand_ins]
         if sizes != [self._live.allocs[block].nbytes for block in gradients]:
             raise LookupError("the gradients do not match")
         self._of_update |= zip(stand_ins, gradients, strict=True)
-        for move in step.after:
-            yield from self._moves_of_update(move)
+        for event in step.after:
+            yield from self._moves_of_update(event)
 
-    def _moves_of_update(self, move: Move) -> Iterator[Move]:
+    def _moves_of_update(self, event: TraceEvent) -> Iterator[TraceEvent]:
         """Yield an event of the update's trace (allocation, free, kernel) with its memory block renumbered
         for the joined step.
         """
-        if type(move) is Free:
-            yield self._live.free_of(self._of_update[self._updating.free(move)])
-        elif type(move) is Alloc:
-            block = self._updating.alloc(move)
+        if type(event) is Free:
+            yield self._live.free_of(self._of_update[self._updating.free(event)])
+        elif type(event) is Alloc:
+            block = self._updating.alloc(event)
             # The forward pass has allocated this workspace already, in the same thread.
-            if move in self.update.workspaces and move.operator in self._taken:
+            if event in self.update.workspaces and event.operator in self._taken:
                 return
-            self._of_update[block] = self._live.alloc(move)
-            yield move
+            self._of_update[block] = self._live.alloc(event)
+            yield event
         else:
-            yield move
+            yield event
 
 
 def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
@@ -382,42 +384,42 @@ def _states_of_generator(update: _UpdateStep) -> list[Alloc]:
 
     They have the phase "forward", and a simulated update has no other allocation of that phase.
     """
-    return [move for move in update.before if type(move) is Alloc and move.phase == "forward"]
+    return [event for event in update.before if type(event) is Alloc and event.phase == "forward"]
 
 
-def _with_cast(moves: Sequence[Move]) -> Iterator[Move]:
+def _with_cast(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     """Yield a recorded micro-batch's events, with the cast of the scalar that multiplies its loss.
 
     The scalar is float32. It is cast to the dtype of the loss if that is narrower, and saved for the backward
     pass.
     """
     backward = next(
-        at for at, move in enumerate(moves) if type(move) is PhaseStart and move.phase == "backward"
+        at for at, event in enumerate(events) if type(event) is PhaseStart and event.phase == "backward"
     )
     # The loss factor is cast just before the last operator of the forward pass, which multiplies the loss by
     # it.
-    last = max((at for at in range(backward) if type(moves[at]) is Alloc), default=-1)
-    product = moves[last] if last >= 0 else None
+    last = max((at for at in range(backward) if type(events[at]) is Alloc), default=-1)
+    product = events[last] if last >= 0 else None
     if type(product) is not Alloc or product.operator != MULTIPLIES or product.nbytes >= SHARE_BYTES:
-        yield from moves
+        yield from events
         return
     cast = product._replace(operator="share in the dtype of the loss")
     used = False
-    for at, move in enumerate(moves):
+    for at, event in enumerate(events):
         if at == last:
             yield cast
-        yield move
+        yield event
         # The first multiplication of the backward pass is that of the loss factor, which is freed after it.
-        if at > backward and not used and type(move) is Alloc and move.operator == MULTIPLIES:
+        if at > backward and not used and type(event) is Alloc and event.operator == MULTIPLIES:
             used = True
             yield Free(cast.stack, 0)
 
 
-def _kernels_of(moves: Iterable[Move]) -> list[Move]:
+def _kernels_of(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     """Return the events of forward and backward that a replayed step contains: kernels and starts of
     phases.
     """
-    return [move for move in moves if type(move) in (Kernel, PhaseStart)]
+    return [event for event in events if type(event) in (Kernel, PhaseStart)]
 
 
 # ---- launches ---------------------------------------------------------------------------------------------

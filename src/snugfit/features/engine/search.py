@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from snugfit.features.engine.fields import RELEASE
-from snugfit.planning.search.grades import add_candidate, judge_recipe
+from snugfit.planning.search.grades import add_candidate, evaluate_recipe
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RECIPES = 3
 """Largest number of recipes (sets of techniques) that this search simulates in full."""
 
-PASSES_TWICE = 1.8
+TWO_PASSES_FACTOR = 1.8
 """Assumed factor on a step's seconds if forward and backward pass run twice to compute the gradient norm. A
 recorded step of BERT-large took 1.9 times as long (`results/h200-2026-11-27/least-memory.json`). The assumed
 factor is lower, so that no faster recipe is missed."""
@@ -59,10 +59,10 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
             break
         tried.add(candidate.trace)
         tell(f"simulating {technique.name} in full")
-        judged = judge_recipe(state, pool, candidate.recipe.with_(technique))
-        if judged is None:
+        evaluation = evaluate_recipe(state, pool, candidate.recipe.with_(technique))
+        if evaluation is None:
             continue
-        recipe, figures = judged
+        recipe, figures = evaluation
         fits, is_smaller = state.fits(figures.needed_bytes), figures.needed_bytes < state.smallest
         if (smallest and is_smaller) or (fits and figures.seconds < state.fastest_that_fits):
             add_candidate(state, recipe, figures)
@@ -79,16 +79,16 @@ def _promising(
     """Yield the recipes to try with updates in the backward pass, by index. Each has its step's seconds, or
     with `smallest` its bytes.
     """
-    space, times = state.space, PASSES_TWICE if job.clip else 1.0
+    space, times = state.space, TWO_PASSES_FACTOR if job.clip else 1.0
     most = state.fastest_that_fits * (1 - AS_FAST)
     for number, bound in state.bounds.items():
-        recipe, known = space.candidates[number].recipe, state.judged.get(number) or bound
+        recipe, known = space.candidates[number].recipe, state.evaluated.get(number) or bound
         # The technique saves at most the bytes of all gradients, which gives a lower bound.
         least, seconds = known.needed_bytes - bound.gradient_bytes, known.seconds * times
         if smallest and least >= state.smallest:
             continue
         if not smallest and (state.fits(known.needed_bytes) or not state.fits(least) or seconds >= most):
             continue
-        asked = recipe.with_(technique)
-        if not next(technique.objections(job, asked), ""):
+        changed = recipe.with_(technique)
+        if not next(technique.objections(job, changed), ""):
             yield (least if smallest else seconds), number

@@ -70,7 +70,7 @@ class RehearsedGraphs(Graphs):
             if recorder.host_copies != copied:
                 raise NotRecorded(COPIES)
         except NotRecorded as fault:
-            recorder.doubt(
+            recorder.warn(
                 f"The step cannot be recorded as CUDA graphs, so it runs without them: {fault}. "
                 "Leave 'captured' out, or remove the cause."
             )

@@ -101,7 +101,7 @@ def write_export(form: str, job: Job, step: Any, folder: Path) -> dict[str, Any]
         # As in `generate`, only the logits of the last token are computed.
         inputs["logits_to_keep"] = 1
         facts["cache"] = [
-            [list(one.keys.shape), list(one.values.shape)] for one in inputs["past_key_values"].layers
+            [list(layer.keys.shape), list(layer.values.shape)] for layer in inputs["past_key_values"].layers
         ]
         options["dynamic"] = True
     inputs.pop("labels", None)  # exporters reject models with a loss

@@ -38,7 +38,7 @@ def exported_model(engine: str, loop: Any) -> Any:
             "engine": f"{engine} {version_of(engine) or ''}".strip(),
             "export_seconds": facts["seconds"],
             "export_peak_bytes": facts["peak_bytes"],
-            "file_bytes": sum(one.stat().st_size for one in folder.iterdir()),
+            "file_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         }
         begin = time.monotonic()
         exported = _load(engine, folder, loop, arguments)

@@ -156,10 +156,10 @@ def run_inference(
 ) -> InferenceGuide:
     """Return the backends and the categories of memory, predicted for this GPU by `workers` processes."""
     facts, measured = inference(), measured_engines()
-    vanilla = next(one for one in suite() if one.name == VANILLA)
+    vanilla = next(experiment for experiment in suite() if experiment.name == VANILLA)
     job = replace(vanilla.job(), phase=Phase.EVALUATE)
-    recipes = [recipe for one in facts["backends"] if (recipe := _known_recipe(one))]
-    requests = [PredictionRequest(about=one, job=job, recipe=one, gpu=gpu) for one in recipes]
+    recipes = [recipe for line in facts["backends"] if (recipe := _known_recipe(line))]
+    requests = [PredictionRequest(about=recipe, job=job, recipe=recipe, gpu=gpu) for recipe in recipes]
     memory: list[PredictionRequest | str] = [
         PredictionRequest(about="training", job=vanilla.job(), recipe=vanilla.recipe, gpu=gpu)
     ]
@@ -174,17 +174,17 @@ def run_inference(
         memory.append(
             PredictionRequest(about=f"generation, beams={beams}", job=generation, recipe="plain", gpu=gpu)
         )
-    known = [one for one in memory if not isinstance(one, str)]
+    known = [prediction for prediction in memory if not isinstance(prediction, str)]
     answers = predict_all([*requests, *known], workers=workers, tell=tell)
     by_recipe = dict(zip(recipes, answers, strict=False))
     rest = iter(answers[len(recipes) :])
     jobs = [
-        MemoryOfJob(name="generation", job="", kinds={}, refused=one)
-        if isinstance(one, str)
-        else _memory(one, next(rest))
-        for one in memory
+        MemoryOfJob(name="generation", job="", kinds={}, refused=prediction)
+        if isinstance(prediction, str)
+        else _memory(prediction, next(rest))
+        for prediction in memory
     ]
-    doubts = (doubt for one in answers if not isinstance(one, str) for doubt in one.doubts)
+    doubts = (doubt for answer in answers if not isinstance(answer, str) for doubt in answer.doubts)
     return InferenceGuide(
         gpu=gpu.name,
         job=job_line(job),
@@ -231,8 +231,8 @@ def _backends(
         answer = answers.get(row.recipe)
         if isinstance(answer, str):
             # The error begins with the technique, which the row shows already.
-            why = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
-            row = replace(row, refused=first_sentence(why) or why)
+            reason = answer.strip().rpartition("\n")[2].removeprefix(f"{row.recipe}: ")
+            row = replace(row, refused=first_sentence(reason) or reason)
         elif answer is not None:
             row = replace(row, needed_bytes=answer.needed_bytes, speed=answer.speed)
         yield row

@@ -44,24 +44,28 @@ def _grids(result: InferenceGuide) -> Iterator[Grid]:
     )
     refused = [row for row in result.backends if row.refused]
     reasons = dict.fromkeys(row.refused for row in refused)
-    names = {why: ", ".join(row.name for row in refused if row.refused == why) for why in reasons}
+    names = {reason: ", ".join(row.name for row in refused if row.refused == reason) for reason in reasons}
     yield Grid(
         title=f"Backends of the guide for inference, {result.gpu}",
         heads=("Named", "In torch", "Today", "MiB>", "Samples/s>", "On a CPU>"),
         rows=rows,
         note=" ".join(
             [f"MiB and samples/s: {result.job}."]
-            + [f"Not predicted: {names[why]} ({why})" for why in reasons]
+            + [f"Not predicted: {names[reason]} ({reason})" for reason in reasons]
             + ["On a CPU: measured speed as a multiple of eager torch; the next table has each job."]
         ),
     )
     yield _engines_grid(result.measured)
-    known = [one for one in result.memory if one.kinds]
+    known = [memory_row for memory_row in result.memory if memory_row.kinds]
     yield Grid(
         title=f"The guide's six kinds of memory at the peak, in MiB on {result.gpu}",
-        heads=("Kind", *(f"{one.name}>" for one in known)),
-        rows=tuple((name, *(show_size(one.kinds[name]) for one in known)) for name in KINDS),
-        note=" ".join(dict.fromkeys(one.refused or f"{one.name}: {one.job}." for one in result.memory)),
+        heads=("Kind", *(f"{memory_row.name}>" for memory_row in known)),
+        rows=tuple((name, *(show_size(memory_row.kinds[name]) for memory_row in known)) for name in KINDS),
+        note=" ".join(
+            dict.fromkeys(
+                memory_row.refused or f"{memory_row.name}: {memory_row.job}." for memory_row in result.memory
+            )
+        ),
     )
 
 
@@ -93,5 +97,5 @@ def show_ratios(rows: Sequence[EngineRatio]) -> str:
     """Return the ratios of CPU seconds of one engine, from least to largest, or `not measured`."""
     if not rows:
         return "not measured"
-    ratios = [f"{one:.2f}" for one in sorted(row.times_faster_cpu for row in rows)]
+    ratios = [f"{ratio:.2f}" for ratio in sorted(row.times_faster_cpu for row in rows)]
     return " to ".join(dict.fromkeys((ratios[0], ratios[-1])))

@@ -17,7 +17,7 @@ from snugfit.units import MIB, show_mib
 
 UNKNOWN = ""
 
-NO_DIFFERENCE = 0.02
+EQUAL_WITHIN = 0.02
 """Largest relative change that counts as none, because measured steps vary by about as much."""
 
 
@@ -70,7 +70,7 @@ def helps(change: float | None, *, less_is_better: bool) -> str:
     if change is None:
         return "?"
     gain = -change if less_is_better else change
-    return "Yes" if gain > NO_DIFFERENCE else "No"
+    return "Yes" if gain > EQUAL_WITHIN else "No"
 
 
 def method_lines(result: GuideResult) -> tuple[MethodLine, ...]:

@@ -79,10 +79,10 @@ def _modern_row(row: GuideRow, front: Sequence[FrontRecipe], gpu_bytes: int | No
     # If the experiment does not fit, its replacement may use all of the GPU's memory.
     memory = row.predicted_bytes if row.fits else gpu_bytes
     modern = ModernRow(name=row.name, memory_bytes=memory)
-    fitting = [one for one in front if memory is None or one.needed_bytes <= memory]
+    fitting = [recipe for recipe in front if memory is None or recipe.needed_bytes <= memory]
     if not fitting:
         return replace(modern, why_none="no recipe of the plan is as small")
-    best = min(fitting, key=lambda one: one.speed.step_seconds)
+    best = min(fitting, key=lambda recipe: recipe.speed.step_seconds)
     then = row.predicted_speed if row.fits else None
     if then and then.step_seconds <= best.speed.step_seconds:
         return replace(modern, why_none="no recipe of the plan is faster in as little memory")

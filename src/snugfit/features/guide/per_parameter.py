@@ -86,8 +86,8 @@ def per_parameter_requests(gpu: Gpu) -> list[PredictionRequest]:
 def _recipe_of(optimizer: str, job: Job, precision: str) -> str:
     """Return the recipe for an optimizer in the guide's precision, or in bfloat16 throughout if it supports
     no other weights."""
-    recipes = [f"{one} + {optimizer}" for one in (precision, PURE)]
-    return next((one for one in recipes if _goes(one, job)), recipes[0])
+    recipes = [f"{name} + {optimizer}" for name in (precision, PURE)]
+    return next((name for name in recipes if _goes(name, job)), recipes[0])
 
 
 def _goes(recipe: str, job: Job) -> bool:

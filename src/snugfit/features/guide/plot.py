@@ -48,10 +48,10 @@ def page_parts(result: GuideResult) -> PageParts:
 
 def _chart(result: GuideResult, title: str, series: Sequence[Series], limit: float | None = None) -> Chart:
     groups = [
-        BarGroup(row.name, [_bar(one, number) for one in series], row.why_refused)
+        BarGroup(row.name, [_bar(figures, number) for figures in series], row.why_refused)
         for number, row in enumerate(result.rows)
     ]
-    return draw_bars(title, groups, [one.label for one in series], limit)
+    return draw_bars(title, groups, [figures.label for figures in series], limit)
 
 
 def _bar(series: Series, number: int) -> BarFigure | None:
@@ -121,11 +121,11 @@ def _series(
     return [
         Series(
             label,
-            tuple(_number(one, unit) for one in values),
-            tuple(one.samples_range if isinstance(one, StepSpeed) else None for one in values),
+            tuple(_number(figure, unit) for figure in values),
+            tuple(figure.samples_range if isinstance(figure, StepSpeed) else None for figure in values),
         )
         for label, values in figures.items()
-        if any(one is not None for one in values)
+        if any(figure is not None for figure in values)
     ]
 
 
@@ -136,10 +136,15 @@ def _number(figure: Figure, unit: int) -> float | None:
 
 def inference_page(result: InferenceGuide) -> PageParts:
     """Return the page with the charts of `torch.compile` backends and memory categories."""
-    known = [one for one in result.memory if one.kinds]
+    known = [memory_row for memory_row in result.memory if memory_row.kinds]
     kinds = [
         BarGroup(
-            name, [BarFigure(one.kinds[name] / GIB, f"{one.kinds[name] / GIB:.2f}") for one in known], ""
+            name,
+            [
+                BarFigure(memory_row.kinds[name] / GIB, f"{memory_row.kinds[name] / GIB:.2f}")
+                for memory_row in known
+            ],
+            "",
         )
         for name in KINDS
     ]
@@ -153,7 +158,10 @@ def inference_page(result: InferenceGuide) -> PageParts:
     ]
     charts = [
         draw_bars(
-            "The guide's kinds of memory at the peak, in GiB", kinds, [one.name for one in known], None
+            "The guide's kinds of memory at the peak, in GiB",
+            kinds,
+            [memory_row.name for memory_row in known],
+            None,
         ),
         draw_bars("Samples per second of the guide's backends", speeds, [f"predicted, {result.gpu}"], None),
     ]

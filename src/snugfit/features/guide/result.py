@@ -76,7 +76,7 @@ class GuideRow:
         """Return the published result of this machine together with its prediction; None without a published
         result.
         """
-        return next((one for one in self.then if one.published.machine == machine), None)
+        return next((result for result in self.then if result.published.machine == machine), None)
 
 
 @dataclass(frozen=True, kw_only=True)

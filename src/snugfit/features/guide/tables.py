@@ -111,9 +111,9 @@ def _experiments(result: GuideResult) -> Grid:
         faster = show_share(speed, _samples(result.vanilla.predicted_speed))
         rows.append((row.name, *figures, likely, faster, recipe))
     reasons = dict.fromkeys(row.why_refused for row in result.rows if row.refused)
-    names = {why: [row.name for row in result.rows if row.why_refused == why] for why in reasons}
-    refused = " ".join(f"Not predicted: {'; '.join(names[why])} ({why})" for why in reasons)
-    room = f"{show_bytes(result.memory_bytes)} may be used. " if result.memory_bytes else ""
+    names = {reason: [row.name for row in result.rows if row.why_refused == reason] for reason in reasons}
+    refused = " ".join(f"Not predicted: {'; '.join(names[reason])} ({reason})" for reason in reasons)
+    memory_limit = f"{show_bytes(result.memory_bytes)} may be used. " if result.memory_bytes else ""
     return Grid(
         title=f"The guide's experiments, predicted for {result.gpu}",
         heads=(
@@ -127,7 +127,7 @@ def _experiments(result: GuideResult) -> Grid:
             "Recipe<",
         ),
         rows=tuple(rows),
-        note=room + refused,
+        note=memory_limit + refused,
     )
 
 
@@ -294,8 +294,8 @@ def _per_parameter(result: GuideResult) -> Grid:
     )
     heads += ("Rule: states>", "Rule: all>")
     refused = [f"{line.optimizer}: {line.refused}" for line in result.per_parameter if line.refused]
-    why = [f"{part}: {text}" for part, text in anatomy()["why"].items()]
-    note = " ".join(["How the guide's rule differs.", *why, *dict.fromkeys(refused)])
+    reason = [f"{part}: {text}" for part, text in anatomy()["why"].items()]
+    note = " ".join(["How the guide's rule differs.", *reason, *dict.fromkeys(refused)])
     return Grid(
         title=f"Bytes per parameter at the peak ({anatomy()['precision']}, tiny batch), and the guide's rule",
         heads=heads,
@@ -348,7 +348,7 @@ def _experiments_of_today(result: GuideResult) -> Grid:
 def _cells(then: GuideRow, now: ModernRow) -> tuple[str, ...]:
     speed_then = then.predicted_speed.samples_per_second if then.predicted_speed else None
     speed_now = now.speed.samples_per_second if now.speed else None
-    changed = ", ".join(f"{one.then} -> {one.now}" for one in now.instead)
+    changed = ", ".join(f"{change.then} -> {change.now}" for change in now.instead)
     return (
         now.name,
         show_size(then.predicted_bytes),

@@ -41,8 +41,8 @@ class KvCache(Technique):
         """
         if job.phase != "generate":
             yield f"the phase {job.phase} has no cache of keys and values. Leave it out."
-        elif why := _lack(job, self.kind):
-            yield why
+        elif reason := _lack(job, self.kind):
+            yield reason
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:

@@ -27,7 +27,7 @@ THREADS = 4
 `core_model_loading.py`).
 """
 
-LEFT_BY_WARM_UP = int(1.2 * GIB)
+UNRESERVED_BYTES = int(1.2 * GIB)
 """Bytes of the GPU that transformers' warm-up does not reserve (`caching_allocator_warmup` of
 `modeling_utils.py`).
 """
@@ -123,7 +123,7 @@ def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
         return ()
     tensors, buffers = tensors_of(_skeleton(prediction), job.model.dtype)
     plain = _result(tensors, buffers, prediction.gpu, 0)
-    if not any(one.is_linear for one in tensors):
+    if not any(tensor.is_linear for tensor in tensors):
         return (plain,)
     return (plain, *(_result(tensors, buffers, prediction.gpu, bits) for bits in (4, 8)))
 
@@ -136,7 +136,7 @@ def loading_line(results: Sequence[LoadingResult]) -> str:
         f"{show_gib(first.reserved_bytes)}, host {show_gib(first.host_bytes)}, "
         f"{show_gib(first.read_bytes)} / disk rate + {copies}"
     )
-    more = ", ".join(f"{one.weights} {show_gib(one.reserved_bytes)}" for one in quantized)
+    more = ", ".join(f"{result.weights} {show_gib(result.reserved_bytes)}" for result in quantized)
     return f"{text}; {more}" if more else text
 
 
@@ -248,21 +248,21 @@ def replay_loading(
     if warm_up:
         allocator.release(allocator.allocate(warm_up))
     reads = sorted(
-        (position if threads and not bits else index, index, elements * one.size)
-        for index, one in enumerate(tensors)
-        for position, elements in zip(one.places, one.sources, strict=True)
+        (position if threads and not bits else index, index, elements * tensor.size)
+        for index, tensor in enumerate(tensors)
+        for position, elements in zip(tensor.places, tensor.sources, strict=True)
     )
     blocks, queue = defaultdict[int, list[Any]](list), iter(reads)
-    for index, one in enumerate(tensors):
-        while len(blocks[index]) < len(one.sources):
+    for index, tensor in enumerate(tensors):
+        while len(blocks[index]) < len(tensor.sources):
             _, reader, nbytes = next(queue)
             blocks[reader].append(allocator.allocate(nbytes))
         held = blocks.pop(index)
-        if bits and one.is_linear:
-            copies, results = _quantized_sizes(one, bits)
+        if bits and tensor.is_linear:
+            copies, results = _quantized_sizes(tensor, bits)
             held += [allocator.allocate(nbytes) for nbytes in copies]
         elif len(held) > 1:
-            results = [one.nbytes]
+            results = [tensor.nbytes]
         else:
             continue
         for nbytes in results:
@@ -274,16 +274,16 @@ def replay_loading(
     return allocator
 
 
-def _quantized_sizes(one: CheckpointTensor, bits: int) -> tuple[list[int], list[int]]:
+def _quantized_sizes(tensor: CheckpointTensor, bits: int) -> tuple[list[int], list[int]]:
     """Return the bytes of the temporary copies while a weight is quantized, and of the resulting tensors.
 
     Sources: `_quantize` of `Params4bit` and `Int8Params` in `nn/modules.py` (bitsandbytes 0.50), without
     nested scales, which are not the default. In 8 bits, the device holds the weight and its copy in fp16.
     """
     if bits == 8:
-        return [2 * one.elements], [one.elements, 4 * one.rows]
-    scales = 4 * -(-one.elements // BLOCK_OF_SCALE)
-    return [one.nbytes] if one.is_transposed else [], [-(-one.elements // 2), scales, BYTES_OF_CODES]
+        return [2 * tensor.elements], [tensor.elements, 4 * tensor.rows]
+    scales = 4 * -(-tensor.elements // BLOCK_OF_SCALE)
+    return [tensor.nbytes] if tensor.is_transposed else [], [-(-tensor.elements // 2), scales, BYTES_OF_CODES]
 
 
 def warm_up_bytes(tensors: Sequence[CheckpointTensor], bits: int, gpu: Gpu | None) -> int:
@@ -293,9 +293,11 @@ def warm_up_bytes(tensors: Sequence[CheckpointTensor], bits: int, gpu: Gpu | Non
     Source: `caching_allocator_warmup` and `get_total_byte_count` of `modeling_utils.py`. Quantized weights
     count without their scales.
     """
-    total = sum(one.elements * bits // 8 if bits and one.is_linear else one.nbytes for one in tensors)
+    total = sum(
+        tensor.elements * bits // 8 if bits and tensor.is_linear else tensor.nbytes for tensor in tensors
+    )
     if gpu is not None and gpu.memory_bytes:
-        total = max(0, min(total, gpu.memory_bytes - LEFT_BY_WARM_UP))
+        total = max(0, min(total, gpu.memory_bytes - UNRESERVED_BYTES))
     return total // 2 * 2
 
 
@@ -303,13 +305,13 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
     from snugfit.prediction.rates import host_link_bandwidth
 
     after = replay_loading(tensors, buffers, bits=bits, warm_up=warm_up_bytes(tensors, bits, gpu))
-    read = sum(one.elements * one.file_size for one in tensors)
+    read = sum(tensor.elements * tensor.file_size for tensor in tensors)
     copies = _host_copies(tensors, bits)
-    copied = sum(one.nbytes for one in tensors)
+    copied = sum(tensor.nbytes for tensor in tensors)
     if bits == 8:
         # transformers copies each weight back to the host, and bitsandbytes copies it to the device again in
         # fp16.
-        copied += sum(one.nbytes + 2 * one.elements for one in tensors if one.is_linear)
+        copied += sum(tensor.nbytes + 2 * tensor.elements for tensor in tensors if tensor.is_linear)
     return LoadingResult(
         weights=f"{bits} bits" if bits else "as saved",
         allocated_bytes=after.allocated_peak,
@@ -328,8 +330,10 @@ def _host_copies(tensors: Sequence[CheckpointTensor], bits: int) -> int:
     The host casts before a copy to the device (`copy_kernel_cuda` of torch's `Copy.cu`). Without
     quantization, several threads do so.
     """
-    cast = [n * one.size for one in tensors if one.file_size != one.size for n in one.sources]
+    cast = [n * tensor.size for tensor in tensors if tensor.file_size != tensor.size for n in tensor.sources]
     at_once = sum(sorted(cast)[-(1 if bits else THREADS) :])
     # In 8 bits, the host holds each weight and its fp16 copy.
-    back = [one.nbytes + 2 * one.elements for one in tensors if one.is_linear] if bits == 8 else []
+    back = (
+        [tensor.nbytes + 2 * tensor.elements for tensor in tensors if tensor.is_linear] if bits == 8 else []
+    )
     return max(at_once, *back, 0)

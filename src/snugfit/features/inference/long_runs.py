@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.features.inference.stretches import (
     CallWriter,
-    NotAlike,
+    DifferentSteps,
     RecordedCall,
     StepWindow,
     interpolate,
@@ -71,7 +71,7 @@ def rehearse_generation(job: Job, open_step: Callable[[Job], Any], record: Recor
         return record(open_step(job), CALLS + 1).trace
     for period in PERIODS:
         windows = CallWindows(job, open_step, record, period)
-        with contextlib.suppress(NotAlike):
+        with contextlib.suppress(DifferentSteps):
             return windows.trace()
     return record(open_step(job), min(steps, CALLS)).trace
 
@@ -88,14 +88,14 @@ class CallWindows:
 
     def trace(self) -> Trace:
         """Return the simulated trace of the long call of `generate`, interpolated between windows of decode
-        steps. Raises `NotAlike` for few decode steps, and if windows have different structures.
+        steps. Raises `DifferentSteps` for few decode steps, and if windows have different structures.
         """
-        apart = (self.decode_steps - 1 - HEAD - self.size) // self.period * self.period
-        if apart < 3 * self.size:
-            raise NotAlike
+        distance = (self.decode_steps - 1 - HEAD - self.size) // self.period * self.period
+        if distance < 3 * self.size:
+            raise DifferentSteps
         start = self._record(1, HEAD + self.size)
         self.start = left = StepWindow(HEAD + 1, start.decode[HEAD:])
-        end_step = left.step + apart
+        end_step = left.step + distance
         end = self._record(end_step - 1, self.decode_steps - end_step + 2, ends=True)
         steady = StepWindow(end_step, with_tables(end.decode[1:-1], left.steps))
         writer = CallWriter(start, end)
@@ -105,8 +105,8 @@ class CallWindows:
             writer.begin(call)
             for stretch in start.decode[:HEAD]:
                 writer.write(stretch)
-            for one, other in pairwise(known):
-                for stretch, times in interpolate(one, other, self.period, together):
+            for low, other in pairwise(known):
+                for stretch, times in interpolate(low, other, self.period, together):
                     writer.write(stretch, times)
             for stretch in steady.steps:
                 writer.write(stretch)
@@ -116,13 +116,13 @@ class CallWindows:
 
     def _between(self, left: StepWindow, right: StepWindow) -> list[StepWindow]:
         """Return window `left` and the further windows of decode steps before `right` that are needed because
-        sizes do not grow linearly between them. Raise `NotAlike` if the sizes may repeat in a longer cycle
-        than the windows show.
+        sizes do not grow linearly between them. Raise `DifferentSteps` if the sizes may repeat in a longer
+        cycle than the windows show.
         """
-        apart = (right.step - left.step) // self.period
-        if apart < 2 or self.count >= MOST_WINDOWS:
+        distance = (right.step - left.step) // self.period
+        if distance < 2 or self.count >= MOST_WINDOWS:
             return [left]
-        step = left.step + apart // 2 * self.period
+        step = left.step + distance // 2 * self.period
         if self.period < PERIODS[-1] and (step - left.step) % PERIODS[-1] == 0:
             # If sizes grow in steps, those at a distance of the longer period are on a line too.
             step -= 1
@@ -131,7 +131,7 @@ class CallWindows:
         if is_line(left, middle, right, self.period):
             return [left]
         if self.period < PERIODS[-1]:
-            raise NotAlike
+            raise DifferentSteps
         return [*self._between(left, middle), *self._between(middle, right)]
 
     def _record(self, step: int, count: int, *, ends: bool = False) -> RecordedCall:

@@ -93,12 +93,12 @@ class OffloadedTensor(torch.Tensor):
         if self.is_simulated:
             MetaLink.observer.work_on_host(2 * self.nbytes)
         else:
-            plain, out = (one.as_subclass(torch.Tensor) for one in (self, result))
+            plain, out = (tensor.as_subclass(torch.Tensor) for tensor in (self, result))
             torch.index_select(plain, dim, index, out=out)
         return result
 
 
-OF_EACH_CALL = (
+COPIES_WARNING = (
     "Each call of generate copies its cache back in a stream with memory of its own. Reserved bytes are for "
     f"two calls, and grow with each further one up to {STREAMS}."
 )
@@ -117,7 +117,7 @@ class PrefetchStream:
     def __enter__(self) -> PrefetchStream:
         if self.recorder is not None:
             self._before = self.recorder.memory.use_stream(self.number)
-            self.recorder.doubt(OF_EACH_CALL)
+            self.recorder.warn(COPIES_WARNING)
         return self
 
     def __exit__(self, *arguments: Any) -> None:
@@ -201,7 +201,7 @@ class HostBlocks:
 
     def pageable(self) -> int:
         """Return the bytes of host memory that is not pinned."""
-        return sum(one.numel() for one in self.last.values()) * self.itemsize if self.reordered else 0
+        return sum(tensor.numel() for tensor in self.last.values()) * self.itemsize if self.reordered else 0
 
 
 def _block(nbytes: int) -> int:

@@ -52,18 +52,18 @@ class GenerationSettings:
         return cls(**{**job.phase_settings, **({"cache": cache} if cache else {})})
 
     @classmethod
-    def complete(cls, job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, job: Job, requested: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings of text generation by name, with defaults. Raises `JobError` for a value or a
         model that cannot generate.
         """
         names = [entry.name for entry in fields(cls)]
-        for name in given:
+        for name in requested:
             if name not in names:
                 raise JobError(
                     f"Unknown setting {name!r} of the phase generate.{did_you_mean(name, names)} "
                     f"Settings: {', '.join(names)}."
                 )
-        settings = cls(**given)
+        settings = cls(**requested)
         _in_range("new tokens", settings.new_tokens, MOST_TOKENS)
         _in_range("beams", settings.beams, MOST_BEAMS)
         if settings.cache not in CACHES:
@@ -97,7 +97,7 @@ class GenerationSettings:
                 f"Tasks: {', '.join(TASKS)}."
             )
         if job.task != "causal-lm":
-            limit, length, what = (
+            limit, length, subject = (
                 target_limit(job.model.config),
                 self.new_tokens,
                 f"{self.new_tokens} new tokens",
@@ -105,10 +105,10 @@ class GenerationSettings:
         else:
             # The last generated token is never an input.
             limit, length = input_limit(job.model.config), job.sequence_length + self.new_tokens - 1
-            what = f"a prompt of {job.sequence_length} with {self.new_tokens} new tokens"
+            subject = f"a prompt of {job.sequence_length} with {self.new_tokens} new tokens"
         if limit and length > limit[1]:
             raise JobError(
-                f"{name}: {what} need {length} positions, and the model has {limit[1]} (from {limit[0]}). "
+                f"{name}: {subject} need {length} positions, and the model has {limit[1]} (from {limit[0]}). "
                 f"Try {max(1, self.new_tokens - length + limit[1])} new tokens or a shorter prompt."
             )
         if self.cache == "quantized" and (lack := _lack_of_quantized(job)):
@@ -201,6 +201,6 @@ def quantized_backend() -> str:
     )
 
 
-def _in_range(what: str, value: object, high: int, low: int = 1) -> None:
+def _in_range(setting: str, value: object, high: int, low: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise JobError(f"{what} is {value!r}; allowed are whole numbers from {low} to {high:,}.")
+        raise JobError(f"{setting} is {value!r}; allowed are whole numbers from {low} to {high:,}.")

@@ -17,14 +17,14 @@ from snugfit.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
 
-BUSY = 0.85
+DEVICE_BOUND_SHARE = 0.85
 """Limit of the share of a phase's seconds in which the device works. Below it, the phase is bound by the host
 (chosen, as for a step).
 """
 
 HOST, BANDWIDTH, ARITHMETIC = "host", "memory bandwidth", "arithmetic"
 
-BY_LINK = 0.5
+LINK_BOUND_SHARE = 0.5
 """Share of the device's seconds in copies to the host, above which the phase is bound by the link (chosen).
 """
 
@@ -80,7 +80,9 @@ class GenerationResult:
         settings = GenerationSettings.of(prediction.job)
         new_tokens = settings.new_tokens
         passes = tuple(_passes(prediction))
-        decoding = next((one.seconds for one in passes if one.phase == DECODE), None)
+        decoding = next(
+            (pass_seconds.seconds for pass_seconds in passes if pass_seconds.phase == DECODE), None
+        )
         copying = prediction.timing.link_seconds if prediction.timing else 0.0
         moment, loading = prediction.footprint.at, loading_results(prediction)
         return cls(
@@ -106,14 +108,17 @@ class GenerationResult:
             copies = f"about {show_bytes(self.copied_bytes)} in {show_seconds(self.copy_seconds)}"
             size = show_bytes(self.host_cache_bytes)
             lines["on the host"] = f"{size} page-locked for the cache, copies each way of {copies}"
-        for one in self.passes:
+        for pass_seconds in self.passes:
             per_token = (
                 f", {show_seconds(self.seconds_per_token)} a token"
-                if one.phase == DECODE and self.seconds_per_token
+                if pass_seconds.phase == DECODE and self.seconds_per_token
                 else ""
             )
-            rate = f"{one.tokens_per_second:,.0f} tokens/s"
-            lines[one.phase] = f"about {show_seconds(one.seconds)}{per_token}, {rate}, bound by {one.bound}"
+            rate = f"{pass_seconds.tokens_per_second:,.0f} tokens/s"
+            lines[pass_seconds.phase] = (
+                f"about {show_seconds(pass_seconds.seconds)}{per_token}, {rate}, bound by "
+                f"{pass_seconds.bound}"
+            )
         if self.loading:
             lines["loading"] = loading_line(self.loading)
         return lines
@@ -148,24 +153,26 @@ def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
     """Return the hardware limit (computation, memory or host) that bounds the seconds of the prefill or of
     decoding.
 
-    It is the link if copies of an offloaded cache to the host take more than `BY_LINK` of the device's
-    seconds. It is the host if the device works for less than `BUSY` of the phase. Otherwise it is the larger
-    one of the arithmetic and the memory traffic of the kernels, each at the peak of the data sheet. See
-    Williams et al., Roofline, CACM 2009.
+    It is the link if copies of an offloaded cache to the host take more than `LINK_BOUND_SHARE` of the
+    device's seconds. It is the host if the device works for less than `DEVICE_BOUND_SHARE` of the phase.
+    Otherwise it is the larger one of the arithmetic and the memory traffic of the kernels, each at the peak
+    of the data sheet. See Williams et al., Roofline, CACM 2009.
     """
     timing, gpu = prediction.timing, prediction.gpu
     assert timing is not None
     assert gpu is not None
-    busy = sum(one.device_seconds for one in timing.phases if one.phase == phase)
-    if phase == DECODE and timing.link_seconds > BY_LINK * busy:
+    busy = sum(
+        phase_seconds.device_seconds for phase_seconds in timing.phases if phase_seconds.phase == phase
+    )
+    if phase == DECODE and timing.link_seconds > LINK_BOUND_SHARE * busy:
         return LINK
-    if busy < BUSY * seconds:
+    if busy < DEVICE_BOUND_SHARE * seconds:
         return HOST
     setup = prediction.recipe.setup()
     dtype = setup.autocast or setup.weights_dtype or prediction.job.dtype
     peak = gpu.peak_dense.get({"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32"))
-    flops = sum(one.flops for one in prediction.anatomy.operators if one.phase == phase)
-    moved = sum(one.bytes for one in prediction.anatomy.operators if one.phase == phase)
+    flops = sum(line.flops for line in prediction.anatomy.operators if line.phase == phase)
+    moved = sum(line.bytes for line in prediction.anatomy.operators if line.phase == phase)
     if not peak or not gpu.bandwidth:
         return BANDWIDTH
     return ARITHMETIC if flops / peak > moved / gpu.bandwidth else BANDWIDTH

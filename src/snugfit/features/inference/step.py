@@ -223,8 +223,8 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, dict | list | tuple):
-        for one in part.values() if isinstance(part, dict) else part:
-            yield from _tensors_of(one)
+        for entry in part.values() if isinstance(part, dict) else part:
+            yield from _tensors_of(entry)
     elif type(part).__module__.startswith("transformers."):
         # Other kinds of layers have their states in other attributes.
         yield from _tensors_of(vars(part))

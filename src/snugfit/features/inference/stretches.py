@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MARKS = (MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
 
 
-class NotAlike(Exception):
+class DifferentSteps(Exception):
     """Internal exception for two decode steps that differ in more than sizes, so that no interpolation is
     possible. Users never see it.
     """
@@ -93,15 +93,15 @@ class RecordedCall:
 
     @classmethod
     def of(cls, recording: Recording, decode_steps: int) -> RecordedCall:
-        """Return a recorded call, divided into prefill and decode steps. Raises `NotAlike` for an unexpected
-        structure.
+        """Return a recorded call, divided into prefill and decode steps. Raises `DifferentSteps` for an
+        unexpected structure.
         """
         trace = recording.trace
         stretches = list(_split(recording))
-        before = [one for one in stretches if one.phase != DECODE]
+        before = [stretch for stretch in stretches if stretch.phase != DECODE]
         decode = stretches[len(before) : len(before) + decode_steps]
-        if len(decode) != decode_steps or any(one.phase != DECODE for one in decode):
-            raise NotAlike
+        if len(decode) != decode_steps or any(stretch.phase != DECODE for stretch in decode):
+            raise DifferentSteps
         freed = {-event - 1 for event in trace.events[: _end(recording)] if event < 0}
         alive = [
             (block_id, block)
@@ -111,8 +111,12 @@ class RecordedCall:
         return cls(
             before,
             decode,
-            frozenset(one for one, _ in alive if isinstance(one, EarlyBlock) and one.phase != "build"),
-            frozenset(block.operator for one, block in alive if isinstance(one, LateBlock)),
+            frozenset(
+                stretch
+                for stretch, _ in alive
+                if isinstance(stretch, EarlyBlock) and stretch.phase != "build"
+            ),
+            frozenset(block.operator for stretch, block in alive if isinstance(stretch, LateBlock)),
             trace,
         )
 
@@ -202,31 +206,31 @@ def is_line(left: StepWindow, middle: StepWindow, right: StepWindow, period: int
     """Return True if sizes and kernels of three windows of decode steps grow linearly, so that others can be
     extrapolated.
     """
-    offset, apart = middle.step - left.step, right.step - left.step
+    offset, distance = middle.step - left.step, right.step - left.step
     # Sizes that grow in steps longer than this period may still be on a line in all three windows.
-    if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, apart):
+    if period == 1 and not _is_on_line(left.steps[0], left.steps[1], right.steps[0], 1, distance):
         return False
     for steps in zip(left.steps[:period], middle.steps[:period], right.steps[:period], strict=True):
-        if not _is_on_line(*steps, offset, apart):
+        if not _is_on_line(*steps, offset, distance):
             return False
         for first, other, last in zip(*map(_work, steps), strict=True):
-            line = first + (last - first) * offset / apart
-            if abs(other - line) > WORK_OFF_LINE * line:
+            line = first + (last - first) * offset / distance
+            if abs(other - line) > MAX_NONLINEARITY * line:
                 return False
     return True
 
 
-def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, apart: int) -> bool:
-    """Return True if the sizes of `middle`, `offset` steps after `first`, are on the line to `last`, `apart`
-    steps after it.
+def _is_on_line(first: Stretch, middle: Stretch, last: Stretch, offset: int, distance: int) -> bool:
+    """Return True if the sizes of `middle`, `offset` steps after `first`, are on the line to `last`,
+    `distance` steps after it.
     """
-    if not _alike(first, middle) or not _alike(first, last):
+    if not _same_structure(first, middle) or not _same_structure(first, last):
         return False
     sizes = ([block.nbytes for block in step.blocks] for step in (first, middle, last))
-    return all((b - a) * apart == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
+    return all((b - a) * distance == (c - a) * offset for a, b, c in zip(*sizes, strict=True))
 
 
-WORK_OFF_LINE = 0.002
+MAX_NONLINEARITY = 0.002
 """Largest relative difference between a step's work and its linear interpolation. An embedding reads each of
 its rows at most once.
 """
@@ -245,13 +249,17 @@ def with_tables(steps: Sequence[Stretch], start: Sequence[Stretch]) -> list[Stre
     The loop of a beam search has tables with a column for each new token, and a window has fewer. They are
     the blocks and kernels of the loop that have one size in all steps.
     """
-    blocks = _tables(*([one for one in step.blocks if _is_of_loop(one)] for step in (*steps[:2], start[0])))
-    kernels = _tables(*([one for one in step.kernels if not one.module] for step in (*steps[:2], start[0])))
+    blocks = _tables(
+        *([block for block in step.blocks if _is_of_loop(block)] for step in (*steps[:2], start[0]))
+    )
+    kernels = _tables(
+        *([block for block in step.kernels if not block.module] for step in (*steps[:2], start[0]))
+    )
     return [
         replace(
             step,
             blocks=_with_entries(step.blocks, _is_of_loop, blocks),
-            kernels=_with_entries(step.kernels, lambda one: not one.module, kernels),
+            kernels=_with_entries(step.kernels, lambda block: not block.module, kernels),
         )
         for step in steps
     ]
@@ -274,7 +282,7 @@ def _with_entries(
     entries: list[Any], is_of_loop: Callable[[Any], bool], tables: Mapping[int, Any]
 ) -> list[Any]:
     numbers = count()
-    return [tables.get(next(numbers), one) if is_of_loop(one) else one for one in entries]
+    return [tables.get(next(numbers), entry) if is_of_loop(entry) else entry for entry in entries]
 
 
 def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
@@ -284,26 +292,26 @@ def with_tables_of(last: Stretch, before: Stretch, start: Stretch) -> Stretch:
     `before` is the step before it in the window. It names the sizes of tables there. Tables of another size
     stay, which are those of the result.
     """
-    short, long = ([one for one in step.blocks if _is_of_loop(one)] for step in (before, start))
-    sizes = {_loop_key(one): other.nbytes for one, other in zip(short, long, strict=False)}
+    short, long = ([block for block in step.blocks if _is_of_loop(block)] for step in (before, start))
+    sizes = {_loop_key(block): other.nbytes for block, other in zip(short, long, strict=False)}
     return replace(
         last,
         blocks=[
-            one._replace(nbytes=sizes.get(_loop_key(one), one.nbytes)) if _is_of_loop(one) else one
-            for one in last.blocks
+            block._replace(nbytes=sizes.get(_loop_key(block), block.nbytes)) if _is_of_loop(block) else block
+            for block in last.blocks
         ],
     )
 
 
-def _alike(one: Stretch, other: Stretch) -> bool:
+def _same_structure(first: Stretch, other: Stretch) -> bool:
     """Return True if two decode steps have the same allocations and kernels, apart from their sizes."""
     return (
-        one.events == other.events
-        and one.waits == other.waits
-        and one.streams == other.streams
-        and len(one.blocks) == len(other.blocks)
-        and all(a.operator == b.operator and a.module == b.module for a, b in zip(one.blocks, other.blocks))
-        and [kernel.operator for kernel in one.kernels] == [kernel.operator for kernel in other.kernels]
+        first.events == other.events
+        and first.waits == other.waits
+        and first.streams == other.streams
+        and len(first.blocks) == len(other.blocks)
+        and all(a.operator == b.operator and a.module == b.module for a, b in zip(first.blocks, other.blocks))
+        and [kernel.operator for kernel in first.kernels] == [kernel.operator for kernel in other.kernels]
     )
 
 
@@ -316,14 +324,14 @@ def interpolate(
     The middle of `together` periods represents them, because it has their mean sizes. Steps with another
     structure than in `right` have the sizes of `left`.
     """
-    apart = right.step - left.step
+    distance = right.step - left.step
     lines = [SizeLine.of(*pair) for pair in zip(left.steps[:period], right.steps[:period], strict=True)]
-    for begin in range(0, apart, period * together):
-        times = min(together, (apart - begin) // period)
+    for begin in range(0, distance, period * together):
+        times = min(together, (distance - begin) // period)
         # Positions are counted in half steps, so that the mean of an even number of periods is exact.
         middle = 2 * begin + (times - 1) * period
         for line in lines:
-            yield line.at(middle, 2 * apart), times
+            yield line.at(middle, 2 * distance), times
 
 
 @dataclass
@@ -341,7 +349,7 @@ class SizeLine:
         """Return the memory blocks and kernels whose sizes differ between two decode steps; none for steps of
         different structures.
         """
-        if not _alike(left, right):
+        if not _same_structure(left, right):
             return cls(left, [], [])
         blocks = enumerate(zip(left.blocks, right.blocks, strict=True))
         kernels = enumerate(zip(left.kernels, right.kernels, strict=True))
@@ -351,19 +359,19 @@ class SizeLine:
             [(at, a, b) for at, (a, b) in kernels if a != b],
         )
 
-    def at(self, step: int, apart: int) -> Stretch:
-        """Return the interpolated decode step that is `step` of `apart` steps after the first."""
+    def at(self, step: int, distance: int) -> Stretch:
+        """Return the interpolated decode step that is `step` of `distance` steps after the first."""
         blocks, kernels = self.first.blocks.copy(), self.first.kernels.copy()
         for at, block, growth in self.blocks:
-            blocks[at] = block._replace(nbytes=block.nbytes + growth * step // apart)
+            blocks[at] = block._replace(nbytes=block.nbytes + growth * step // distance)
         for at, kernel, other in self.kernels:
-            kernels[at] = _between(kernel, other, step, apart)
+            kernels[at] = _between(kernel, other, step, distance)
         return replace(self.first, blocks=blocks, kernels=kernels)
 
 
-def _between(kernel: Kernel, other: Kernel, step: int, apart: int) -> Kernel:
+def _between(kernel: Kernel, other: Kernel, step: int, distance: int) -> Kernel:
     def at(a: int, b: int) -> int:
-        return a + (b - a) * step // apart
+        return a + (b - a) * step // distance
 
     shapes = kernel.shapes
     if [len(shape) for shape in shapes] == [len(shape) for shape in other.shapes]:
@@ -414,14 +422,14 @@ class CallWriter:
             self._write_kernels(stretch)
 
     def end(self) -> None:
-        """Append the frees of a call's remaining memory blocks to the trace. Raises `NotAlike` if blocks of
-        decode steps are still allocated.
+        """Append the frees of a call's remaining memory blocks to the trace. Raises `DifferentSteps` if
+        blocks of decode steps are still allocated.
         """
         for block_id in [block_id for block_id, block in self._early.items() if block in self._alive]:
             # The last window has no such block, because it began with other tokens.
             self._free(block_id, [])
         if self._alive:
-            raise NotAlike
+            raise DifferentSteps
 
     def _write(self, stretch: Stretch, *, early: bool) -> None:
         begin = len(self._events)
@@ -484,7 +492,7 @@ class CallWriter:
             if self._call >= 0:
                 del self._alive[index]
         except (KeyError, IndexError):
-            raise NotAlike(block_id) from None
+            raise DifferentSteps(block_id) from None
         self._events.append(-(index + 1))
 
     def trace(self) -> Trace:

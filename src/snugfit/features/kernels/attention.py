@@ -71,14 +71,14 @@ def takes(model: Any) -> bool:
     """Return True if FlashAttention's kernels for padded batches support this encoder. They need 16 bits, no
     decoder, and a head size within their limit.
     """
-    from snugfit.features.kernels.without_padding.attention import WIDEST, WIDTH_IN
+    from snugfit.features.kernels.without_padding.attention import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     dtype = activation_dtype(next(model.parameters()))
     # A decoder's mask is also causal, which sequence boundaries cannot express.
     known = config._attn_implementation == "sdpa" and not getattr(config, "is_decoder", False)
-    return known and str(dtype) in HALVES and width <= WIDEST and width % WIDTH_IN == 0
+    return known and str(dtype) in HALVES and width <= MAX_HEAD_SIZE and width % HEAD_SIZE_MULTIPLE == 0
 
 
 def stretches(mask: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,9 @@ def attend_in_stretches(
 
     batch, _, length, _ = heads[0].shape
     # The kernels take all sequences as one row.
-    query, key, value = (one.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for one in heads)
+    query, key, value = (
+        tensor.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for tensor in heads
+    )
     out, _ = attend_in_pieces(
         module, query, key, value, dropout=dropout, scaling=scaling, is_causal=False,
         cu_seq_lens_q=keywords["cu_seq_lens_q"], max_length_q=keywords["max_length_q"],

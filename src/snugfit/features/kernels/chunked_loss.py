@@ -65,8 +65,8 @@ class ChunkedLoss(Technique):
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the reason against this technique for a model without a head over a vocabulary."""
-        if job.trains and (why := _lacks_vocabulary(job)):
-            yield f"{why}. Try 'whole_logits'."
+        if job.trains and (reason := _lacks_vocabulary(job)):
+            yield f"{reason}. Try 'whole_logits'."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
@@ -80,8 +80,8 @@ class ChunkedLoss(Technique):
         contains them.
         """
         vocabulary = job.model.config.get("vocab_size")
-        if why := _lacks_vocabulary(job):
-            return why
+        if reason := _lacks_vocabulary(job):
+            return reason
         # Only the decoder's tokens have logits.
         length = job.target_length if job.task == "seq2seq-lm" else job.sequence_length
         # The sizes of logits are compared in fp32, as for the default chunk.

@@ -30,7 +30,7 @@ STREAM = "fused_stream"
 from it, that tensor is the residual.
 """
 
-BY_TANH = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
+TANH_GELUS = {"GELUActivation": False, "GELU": False, "NewGELUActivation": True, "GELUTanh": True}
 """Class names of GELU activations in transformers; True for the approximation by tanh."""
 
 
@@ -121,7 +121,7 @@ def product_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor 
 def activate(layer: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     """Return GELU, or another activation, of a linear layer's output."""
     product, bias = product_of(layer, x)
-    by_tanh = BY_TANH.get(type(activation).__name__)
+    by_tanh = TANH_GELUS.get(type(activation).__name__)
     # Without a bias and a GELU, the kernel has nothing to fuse.
     if by_tanh is None or bias is None:
         y: torch.Tensor = activation(product if bias is None else product + bias)
@@ -223,8 +223,8 @@ def embeds_plainly(module: Any) -> bool:
     """Return True if an embeddings module has only an unmodified `LayerNorm` and unmodified
     `torch.nn.Embedding` tables.
     """
-    tables = [one for name, one in module.named_children() if name.endswith("_embeddings")]
-    return is_layer_norm("LayerNorm")(module) and all(type(one) is torch.nn.Embedding for one in tables)
+    tables = [table for name, table in module.named_children() if name.endswith("_embeddings")]
+    return is_layer_norm("LayerNorm")(module) and all(type(table) is torch.nn.Embedding for table in tables)
 
 
 def norm_embeddings(module: Any, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def project(layers: Sequence[Any], x: torch.Tensor, width: int) -> list[torch.Te
         results: Iterable[torch.Tensor] = [layer(x) for layer in layers]
     else:
         results = joint_linear(x, [layer.weight for layer in layers], biases)
-    return [one.view(*x.shape[:-1], -1, width).transpose(1, 2) for one in results]
+    return [result.view(*x.shape[:-1], -1, width).transpose(1, 2) for result in results]
 
 
 def close_bert(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,8 @@ class Flash(Technique):
         the package.
         """
         checkpoint = recipe[Slot.CHECKPOINTING].value
-        if why := _why_not(job):
-            yield f"{why}. Take 'sdpa'."
+        if reason := _why_not(job):
+            yield f"{reason}. Take 'sdpa'."
         dtype = recipe[Slot.PRECISION].alone.product_dtype(job)
         if dtype not in HALVES:
             yield f"it computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."

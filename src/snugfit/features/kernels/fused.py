@@ -82,8 +82,8 @@ class Fused(Technique):
         """Yield the reasons against this technique: an unsupported model, attention that is not torch's, or
         other changes of its code.
         """
-        if why := self.planning_objection(job):
-            yield f"{why} Try 'torch_kernels'."
+        if reason := self.planning_objection(job):
+            yield f"{reason} Try 'torch_kernels'."
         elif self.recomputed_mlps and not _is_gated(job):
             yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
         if not job.trains:
@@ -108,8 +108,8 @@ class Fused(Technique):
 
     def warnings_beside(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield a warning if layers with adapters run peft's own code."""
-        if why := _own_code(job, recipe[Slot.ADAPTERS]):
-            yield f"layers with adapters run peft's own code, as there are no kernels for {why}."
+        if reason := _own_code(job, recipe[Slot.ADAPTERS]):
+            yield f"layers with adapters run peft's own code, as there are no kernels for {reason}."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
 _OPERATORS = "liger_kernel.ops"
-_BOTH = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
-_LOADS, _STORES = ("load", *_BOTH), ("store", *_BOTH)
+_ATOMICS = ("atomic_add", "atomic_max", "atomic_cas", "atomic_xchg")
+_LOADS, _STORES = ("load", *_ATOMICS), ("store", *_ATOMICS)
 
 _FLUSHES = 256 * MIB
 """Bytes of the buffer that Triton's autotuner writes to flush a GPU's cache."""
@@ -100,15 +100,15 @@ def _time_settings(changes: Sequence[torch.Tensor]) -> None:
 
     if times_anything():
         beside = [torch.empty(_FLUSHES, dtype=torch.uint8, device="meta")]
-        beside += [one.clone() for one in changes]
+        beside += [tensor.clone() for tensor in changes]
 
 
-def _key_of(tuner: Any, given: Mapping[str, Any]) -> tuple[Hashable, ...]:
+def _key_of(tuner: Any, arguments: Mapping[str, Any]) -> tuple[Hashable, ...]:
     """Return the autotuner's cache key for a kernel's arguments (`Autotuner.run`,
     `triton/runtime/autotuner.py`)."""
-    named = [given[name] for name in tuner.keys if name in given]
+    named = [arguments[name] for name in tuner.keys if name in arguments]
     # Triton's key contains the dtypes of all tensor arguments.
-    dtypes = [str(given[name].dtype) for name in tuner.arg_names if hasattr(given.get(name), "dtype")]
+    dtypes = [str(arguments[name].dtype) for name in tuner.arg_names if hasattr(arguments.get(name), "dtype")]
     return *named, *dtypes
 
 
@@ -134,14 +134,17 @@ def _access(function: Any) -> Access:
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
-    roots = {one.arg: {one.arg} for one in tree.args.args}
+    roots = {argument.arg: {argument.arg} for argument in tree.args.args}
     assignments = [node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AugAssign))]
     for _ in range(2):  # a pointer that is moved at the end of a loop may be used at its beginning
         for node in assignments:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             pointers = _pointers(node.value, roots)
             for name in (
-                one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)
+                argument.id
+                for target in targets
+                for argument in ast.walk(target)
+                if isinstance(argument, ast.Name)
             ):
                 roots.setdefault(name, set()).update(pointers)
     loaded: set[str] = set()
@@ -174,10 +177,12 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
     autocast_dtype = torch.get_autocast_dtype
 
     def properties(device: Any = None) -> SimpleNamespace:
-        return SimpleNamespace(multi_processor_count=policy.common(lambda one: one.multiprocessors))
+        return SimpleNamespace(
+            multi_processor_count=policy.common_choice(lambda gpu_policy: gpu_policy.multiprocessors)
+        )
 
     def capability(device: Any = None) -> tuple[int, int]:
-        return policy.common(lambda one: one.capability)
+        return policy.common_choice(lambda gpu_policy: gpu_policy.capability)
 
     def dtype_of(device_type: str) -> torch.dtype:
         return autocast_dtype(SWITCH if device_type in ("cuda", "meta") else device_type)
@@ -203,6 +208,6 @@ def _as_on(policy: CudaPolicy) -> Iterator[None]:
             code = function.__code__
             # The code object is replaced, because other modules refer to the function itself.
             undo.callback(setattr, function, "__code__", code)
-            constants = tuple("meta" if one == "cuda" else one for one in code.co_consts)
+            constants = tuple("meta" if constant == "cuda" else constant for constant in code.co_consts)
             function.__code__ = code.replace(co_consts=constants)
         yield

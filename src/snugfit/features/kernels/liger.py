@@ -91,7 +91,7 @@ class Liger(Technique):
         """Return Liger's kernels that the settings turn on or off, by name; Liger's default decides for the
         others.
         """
-        values: dict[str, bool | None] = {one.name: getattr(self, one.name) for one in fields(self)}
+        values: dict[str, bool | None] = {field.name: getattr(self, field.name) for field in fields(self)}
         return {part: value for part, value in values.items() if value is not None}
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -100,9 +100,9 @@ class Liger(Technique):
 
         Liger's loss is for causal language models, and only one technique may replace the loss.
         """
-        if why := self.planning_objection(job):
-            yield f"{why} Try 'torch_kernels'."
-        if why or not job.trains:
+        if reason := self.planning_objection(job):
+            yield f"{reason} Try 'torch_kernels'."
+        if reason or not job.trains:
             return
         if recipe[Slot.ENGINE].alone.lowering is not None:
             yield (

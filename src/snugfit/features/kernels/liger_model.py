@@ -57,8 +57,8 @@ def use_liger(model: torch.nn.Module, **parts: bool) -> None:
     # Liger supports the classes of transformers, not adapters around them.
     base = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
     model_type = str(getattr(getattr(base, "config", None), "model_type", type(base).__name__))
-    if why := liger_table.why_not_covered(model_type):
-        raise RecipeError(why)
+    if reason := liger_table.why_not_covered(model_type):
+        raise RecipeError(reason)
     kinds = dict.fromkeys(type(module) for module in base.modules())
     files = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__.startswith(_FILES))
     # Liger replaces names in these modules, for every later model of the process.
@@ -116,7 +116,9 @@ def _bind(model: torch.nn.Module, file: ModuleType, changed: Mapping[str, Any]) 
     # The method gets a namespace of its own, in which it finds Liger's functions.
     names = {**vars(file), **changed}
     kinds = dict.fromkeys(map(type, model.modules()))
-    affected = {kind: [one for one in _methods(kind) if _looks_up(one[1], file, changed)] for kind in kinds}
+    affected = {
+        kind: [entry for entry in _methods(kind) if _looks_up(entry[1], file, changed)] for kind in kinds
+    }
     for module in model.modules():
         for name, function in affected[type(module)]:
             if name not in vars(module):
@@ -131,8 +133,8 @@ def _methods(kind: type[Any]) -> Iterator[tuple[str, FunctionType]]:
     """Yield the methods of a class by name, without decorators."""
     # Inherited methods may use these functions too.
     members: dict[str, Any] = {}
-    for one in reversed(kind.__mro__):
-        members |= vars(one)
+    for base in reversed(kind.__mro__):
+        members |= vars(base)
     for name, method in members.items():
         # The code of a decorated method is in `__wrapped__`.
         function = getattr(method, "__wrapped__", method)

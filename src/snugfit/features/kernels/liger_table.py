@@ -51,7 +51,7 @@ def _read(source: str) -> Mapping[str, frozenset[str]]:
     table: ast.Dict | None = None
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
-            parts[node.name] = frozenset(one.arg for one in node.args.args) - _NO_PARTS
+            parts[node.name] = frozenset(argument.arg for argument in node.args.args) - _NO_PARTS
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _TABLE:
             table = node.value if isinstance(node.value, ast.Dict) else None
     # If the source has another form, an empty table would be wrong.

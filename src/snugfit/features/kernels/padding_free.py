@@ -30,7 +30,7 @@ from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueByS
 TASKS = (Task.CAUSAL_LM, Task.MASKED_LM, Task.TOKEN_CLASSIFICATION)
 """Tasks whose models have one output for each token."""
 
-OF_A_TOKEN_EACH = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+TOKEN_OUTPUT_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 """Endings of transformers' class names of models with one output for each token."""
 
 FIRST_TOKEN_POOLED = ("bert", "roberta", "electra", "distilbert", "xlm-roberta", "camembert")
@@ -61,8 +61,8 @@ class PaddingFree(Technique):
         setup = setup_of(*(recipe[slot] for slot in (Slot.PRECISION, Slot.SHARDING)))
         if not job.trains:
             yield "it drops padding in training alone. Take 'sdpa'."
-        elif why := _why_not(job):
-            yield f"{why} Try 'sdpa'."
+        elif reason := _why_not(job):
+            yield f"{reason} Try 'sdpa'."
         dtype = setup.product_dtype(job)
         if dtype not in HALVES:
             yield f"its attention computes in 16 bits, and {recipe[Slot.PRECISION]} in {dtype}. Add 'bf16'."
@@ -93,7 +93,7 @@ def _why_not(job: Job) -> str:
     """Return the reason why the padding of this job's batches cannot be dropped; empty if it can."""
     module, model = job.model.module, job.model_class()
     config: Any = job.config_to_read() if module is None else getattr(module, "config", None)
-    known = job.task in TASKS if module is None else model.__name__.endswith(OF_A_TOKEN_EACH)
+    known = job.task in TASKS if module is None else model.__name__.endswith(TOKEN_OUTPUT_SUFFIXES)
     # A head for sequences is supported only if it reads the first token.
     if model.__name__.endswith("ForSequenceClassification"):
         known = config.model_type in FIRST_TOKEN_POOLED

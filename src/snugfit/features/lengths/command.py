@@ -97,7 +97,7 @@ def plan_of(
 
     assert request.gpu is not None
     gpu, of = request.gpu, read_lengths(request.flags["lengths"], request.flags.get("column"))
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "memory_bytes": request.memory_bytes,
         "headroom": request.headroom,
         "loop": loop,
@@ -105,7 +105,7 @@ def plan_of(
     }
     return answer(
         LengthPlan.from_json,
-        lambda tell: plan_lengths(request.job, recipe, lengths=of, gpu=gpu, tell=tell, **asked),
+        lambda tell: plan_lengths(request.job, recipe, lengths=of, gpu=gpu, tell=tell, **arguments),
         request.job,
         gpu,
         fresh=fresh,
@@ -113,7 +113,7 @@ def plan_of(
         what="lengths",
         of=of,
         recipe=recipe,
-        **asked,
+        **arguments,
     )
 
 

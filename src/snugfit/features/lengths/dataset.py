@@ -185,7 +185,7 @@ class Lengths:
 # ---- one number -----------------------------------------------------------------------------------------
 
 
-def _length(value: object, where: str) -> int:
+def _length(value: object, location: str) -> int:
     """Return the length in tokens that a value of a file represents: a number, or a list of token ids."""
     if isinstance(value, list):
         value = len(value)
@@ -195,20 +195,20 @@ def _length(value: object, where: str) -> int:
     if type(value) is not int:
         hint = " Count tokens, not text." if isinstance(value, str) and len(value) > 40 else ""
         raise UsageError(
-            f"{where}: {_short(value)} is not a length; it must be a whole number of tokens.{hint}"
+            f"{location}: {_short(value)} is not a length; it must be a whole number of tokens.{hint}"
         )
     if not 1 <= value <= LARGEST_LENGTH:
         raise UsageError(
-            f"{where}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens. Correct "
+            f"{location}: {value} is not a length; a sequence has 1 to {LARGEST_LENGTH:,} tokens. Correct "
             "it, or remove it."
         )
     return value
 
 
-def _samples(value: object, where: str) -> int:
+def _samples(value: object, location: str) -> int:
     if type(value) is not int or not 0 <= value <= MOST_SAMPLES:
         raise UsageError(
-            f"{where}: {_short(value)} is not a number of samples; it must be a whole number from 0 to "
+            f"{location}: {_short(value)} is not a number of samples; it must be a whole number from 0 to "
             f"{MOST_SAMPLES:,}."
         )
     return value
@@ -234,44 +234,44 @@ def _of_rows(path: Path, column: str | None) -> Iterator[tuple[int, int]]:
     else:
         rows = LineRows(path, _json_row if suffix == ".jsonl" else _number_row)
     for index, row in enumerate(rows):
-        where = rows.where(index)
-        yield _length(row[_column(list(row), column, where)], where), 1
+        location = rows.location(index)
+        yield _length(row[_column(list(row), column, location)], location), 1
 
 
-def _number_row(line: str, where: str) -> Row:
+def _number_row(line: str, location: str) -> Row:
     return {NAMES[0]: line.rstrip("\r\n")}
 
 
-def _json_row(line: str, where: str) -> Row:
-    value = load_json(line, where, constants=True)
+def _json_row(line: str, location: str) -> Row:
+    value = load_json(line, location, constants=True)
     return value if isinstance(value, dict) else {NAMES[0]: value}
 
 
-def _column(heads: list[str], asked: str | None, where: str) -> str:
+def _column(heads: list[str], column: str | None, location: str) -> str:
     """Return the name of the column with the lengths. Raises `UsageError` if it is missing or ambiguous."""
-    known = asked if asked is not None else next((name for name in NAMES if name in heads), None)
+    known = column if column is not None else next((name for name in NAMES if name in heads), None)
     if known is None and len(heads) == 1:
         known = heads[0]
         if _NUMBER.fullmatch(known):
             raise UsageError(
-                f"{where}: the first line is {known}; a table must begin with the names of its columns. "
+                f"{location}: the first line is {known}; a table must begin with the names of its columns. "
                 "Add that line."
             )
     if known is None or known not in heads:
         listed = ", ".join(heads[:12]) or "none"
-        said = f"no column {known!r}.{did_you_mean(known, heads)}" if known else "which column?"
-        raise UsageError(f"{where}: {said} Name one with --column: {listed}.")
+        problem = f"no column {known!r}.{did_you_mean(known, heads)}" if known else "which column?"
+        raise UsageError(f"{location}: {problem} Name one with --column: {listed}.")
     return known
 
 
 def _of_document(path: Path) -> Iterator[tuple[int, int]]:
     """Yield the pairs (tokens, samples) in a JSON file with a list of lengths or a histogram."""
-    value, where = load_json(read_text(path), str(path), constants=True), str(path)
+    value, location = load_json(read_text(path), str(path), constants=True), str(path)
     if isinstance(value, list):
-        yield from ((_length(length, where), 1) for length in value)
+        yield from ((_length(length, location), 1) for length in value)
     elif isinstance(value, dict):
-        yield from ((_length(length, where), _samples(count, where)) for length, count in value.items())
+        yield from ((_length(length, location), _samples(count, location)) for length, count in value.items())
     else:
         raise UsageError(
-            f'{where}: a .json file must contain a list of lengths, or a histogram {{"128": 5000}}.'
+            f'{location}: a .json file must contain a list of lengths, or a histogram {{"128": 5000}}.'
         )

@@ -55,7 +55,7 @@ class KernelInterpolator:
             for same in zip(*(sample.kernels for sample in samples), strict=True)
         ]
         self._laws = list(laws)
-        if not all(_alike(law) for law in self._laws):
+        if not all(_differ_only_in_size(law) for law in self._laws):
             raise NotInterpolable
 
     def at(self, length: int) -> Trace:
@@ -67,7 +67,7 @@ class KernelInterpolator:
         return Trace((), (), (), tuple(kernels[number] for number in self._order), self.waits, ())
 
 
-def _alike(kernels: Sequence[Kernel]) -> bool:
+def _differ_only_in_size(kernels: Sequence[Kernel]) -> bool:
     """Return True if these kernels, one for each simulated length, differ only in sizes."""
     plain = {kernel._replace(module="", shapes=(), flops=0, nbytes=0, leading=()) for kernel in kernels}
     return len(plain) == 1 and len({tuple(map(len, kernel.shapes)) for kernel in kernels}) == 1
@@ -76,11 +76,11 @@ def _alike(kernels: Sequence[Kernel]) -> bool:
 def _lagrange(known: Sequence[int], at: int) -> list[float]:
     """Return the weights of three known values for quadratic (Lagrange) interpolation at the length `at`."""
     weights = []
-    for one in known:
+    for node in known:
         weight = 1.0
         for other in known:
-            if other != one:
-                weight *= (at - other) / (one - other)
+            if other != node:
+                weight *= (at - other) / (node - other)
         weights.append(weight)
     return weights
 

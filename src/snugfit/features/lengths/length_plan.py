@@ -16,7 +16,7 @@ from snugfit.planning.plan import Plan
 from snugfit.prediction.rates import knows_alignment
 from snugfit.techniques.recipe import Recipe
 
-AS_FAST = 0.01
+EQUAL_SPEED = 0.01
 """Greatest relative difference to the best samples per second that counts as equally fast. Among such ways of
 padding, the simplest is chosen.
 """
@@ -142,10 +142,10 @@ class LengthPlan(JsonDocument):
         if best is None or best.aligned_step_seconds is None or knows_alignment(self.gpu):
             return False
         return any(
-            (way.aligned_step_seconds or 0) <= best.aligned_step_seconds * (1 + AS_FAST)
+            (way.aligned_step_seconds or 0) <= best.aligned_step_seconds * (1 + EQUAL_SPEED)
             for way in self.ways
             if way.order == best.order and way.multiple < best.multiple and self.fits(way) is not False
-            if way.step_seconds and way.step_seconds > (best.step_seconds or 0) * (1 + AS_FAST)
+            if way.step_seconds and way.step_seconds > (best.step_seconds or 0) * (1 + EQUAL_SPEED)
         )
 
     def derived_keys(self) -> dict[str, Any]:
@@ -170,5 +170,5 @@ def _best(ways: Sequence[Way]) -> Way | None:
     if not known:
         return None
     most = max(way.samples_per_second or 0.0 for way in known)
-    as_fast = [way for way in known if (way.samples_per_second or 0.0) >= most * (1 - AS_FAST)]
+    as_fast = [way for way in known if (way.samples_per_second or 0.0) >= most * (1 - EQUAL_SPEED)]
     return min(as_fast, key=lambda way: (SIMPLEST.index(way.order), way.multiple))

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
 
-SOME_PADDING = 0.5
+SIMULATED_PADDING = 0.5
 """Share of padding in the simulated batch. Only the presence of padding changes shapes, not its share."""
 
-FEW = 4
+MAX_SIMULATED = 4
 """Up to this number of lengths, all are simulated. Interpolation needs three lengths and a test."""
 
 TOLERANCE = 1e-3
@@ -122,7 +122,7 @@ class LengthProfiler:
     loop: str = "plain"
     """Name of the training loop."""
 
-    tell: Callable[[str], None] = lambda what: None
+    tell: Callable[[str], None] = lambda message: None
     """Function that receives progress messages."""
 
     rates: Rates = field(init=False)
@@ -156,7 +156,7 @@ class LengthProfiler:
         """Return the job with this sequence length, with or without padding. Raises `JobError` if the model's
         position embeddings are too short.
         """
-        return replace(self.job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
+        return replace(self.job, sequence_length=length, padding=SIMULATED_PADDING if padded else 0.0)
 
     def bytes(self, length: int, padded: bool) -> Bytes:
         """Return the peak memory of a step in which every sequence has this length."""
@@ -213,12 +213,12 @@ class LengthProfiler:
         )
 
     def _family(self, lengths: Sequence[int], padded: bool) -> dict[int, LengthSeconds]:
-        if len(lengths) <= FEW:
+        if len(lengths) <= MAX_SIMULATED:
             return {length: self._exact(length, padded) for length in lengths}
         rows = [length for length in lengths if length % ROW == 0]
         odd = [length for length in lengths if length % ROW]
         most, least = (rows, odd) if len(rows) > len(odd) else (odd, rows)
-        knots = _spread(most if len(most) > FEW else lengths, 3)
+        knots = _spread(most if len(most) > MAX_SIMULATED else lengths, 3)
         left = [length for length in (*least, *most) if length not in knots]
         # If possible, the test length has the other alignment, at which an error would show.
         proof = _spread([length for length in left if length in least] or left, 1)[0]
@@ -258,11 +258,11 @@ class LengthProfiler:
         """Return the seconds of a step at these lengths. Lengths are grouped by alignment (multiples of 8,
         ...); in a large group, some are predicted from kernels and the rest are interpolated linearly.
         """
-        alike: dict[int, list[int]] = defaultdict(list)
+        by_class: dict[int, list[int]] = defaultdict(list)
         for length in lengths:
-            alike[math.gcd(length, ROW)].append(length)
+            by_class[math.gcd(length, ROW)].append(length)
         seconds: dict[int, LengthSeconds] = {}
-        for group in alike.values():
+        for group in by_class.values():
             timed = _spread(group, TIMED_PER_CLASS)
             seconds |= _between(group, {length: self.seconds_of(interpolator.at(length)) for length in timed})
         return seconds

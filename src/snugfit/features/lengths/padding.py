@@ -187,18 +187,18 @@ def _steps(
     ]
 
 
-def _mean(of: Sequence[LengthSeconds]) -> LengthSeconds:
-    return LengthSeconds(*(sum(values) / len(of) for values in zip(*of, strict=True)))
+def _mean(lengths: Sequence[LengthSeconds]) -> LengthSeconds:
+    return LengthSeconds(*(sum(values) / len(lengths) for values in zip(*lengths, strict=True)))
 
 
-def seconds_of(profiler: LengthProfiler, of: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
+def seconds_of(profiler: LengthProfiler, all_ways: Sequence[Ways]) -> dict[BatchShape, LengthSeconds]:
     """Return the predicted seconds of a step for every shape (length, padded or not) of the drawn batches."""
-    shapes = {shape for ways in of for shape in ways.shapes()}
+    shapes = {shape for ways in all_ways for shape in ways.shapes()}
     seconds: dict[BatchShape, LengthSeconds] = {}
     for padded in (True, False):
         lengths = {length for length, masked in shapes if masked is padded}
         by_length = profiler.seconds(lengths, padded)
-        seconds |= {BatchShape(length, padded): one for length, one in by_length.items()}
+        seconds |= {BatchShape(length, padded): shape_seconds for length, shape_seconds in by_length.items()}
     return seconds
 
 
@@ -309,8 +309,8 @@ def _sample_lengths(lengths: Lengths, batch_size: int, random: np.random.Generat
     tokens, samples = np.array(lengths.counts, dtype=np.int64).T
     most = max(MOST_SAMPLES, batch_size)
     if lengths.samples <= most:
-        all_of_them: Integers = np.repeat(tokens, samples)
-        return all_of_them
+        all_lengths: Integers = np.repeat(tokens, samples)
+        return all_lengths
     part: Integers = random.choice(tokens, size=most, p=samples / samples.sum())
     part[0] = lengths.longest
     return part

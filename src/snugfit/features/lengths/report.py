@@ -30,8 +30,8 @@ def render(plan: LengthPlan) -> Page:
     inefficient sizes.
     """
     return Page(
-        [Sentence(question(plan), "heading"), dataset(plan.lengths)],
-        [Sentence(answer(plan), "good" if plan.best else "bad")],
+        [Sentence(title_line(plan), "heading"), dataset(plan.lengths)],
+        [Sentence(best_way(plan), "good" if plan.best else "bad")],
         tightness(plan),
         tables(plan),
         remarks(plan),
@@ -39,7 +39,7 @@ def render(plan: LengthPlan) -> Page:
     )
 
 
-def question(plan: LengthPlan) -> str:
+def title_line(plan: LengthPlan) -> str:
     """Return the report's first line: the job, the recipe and the GPU."""
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
     return f"{job_line(plan.job)} · {plan.recipe} · {plan.gpu.name}{memory}"
@@ -53,7 +53,7 @@ def dataset(lengths: Lengths) -> str:
     )
 
 
-def answer(plan: LengthPlan) -> str:
+def best_way(plan: LengthPlan) -> str:
     """Return the report's line on the best way of padding, with its memory and speed."""
     best = plan.best
     if not plan.ways:
@@ -161,10 +161,10 @@ def remarks(plan: LengthPlan) -> Iterator[str]:
         yield "Rounding lengths up gains only what unaligned rows are assumed to cost."
     if plan.is_assumed or any(size.assumed for size in plan.sizes):
         yield ASSUMPTION
-    yield how_known(plan)
+    yield simulated_lengths_line(plan)
 
 
-def how_known(plan: LengthPlan) -> str:
+def simulated_lengths_line(plan: LengthPlan) -> str:
     """Return a sentence on the numbers of simulated and interpolated sequence lengths."""
     off = f" (error at most {100 * plan.off:.2g} %)" if plan.off else ""
     return (

@@ -58,7 +58,7 @@ def plan_lengths(
     loop: str = "plain",
     cut: int | None = None,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> LengthPlan:
     """Return memory and step time of each way to pad the dataset's batches, under this recipe on this GPU.
 
@@ -84,7 +84,7 @@ def plan_lengths(
     of_cut = Ways(profiler, shorter, seed) if shorter else None
     seconds = seconds_of(profiler, [ways for ways in (of_all, of_cut) if ways])
     ways = of_all.ways(seconds)
-    where = (longest.sequence_length, longest.padding > 0)
+    widest_shape = (longest.sequence_length, longest.padding > 0)
     return LengthPlan(
         job=longest,
         recipe=recipe,
@@ -95,8 +95,8 @@ def plan_lengths(
         lengths=lengths,
         ways=ways if any(way.needed_bytes for way in ways) else (),
         cut=_cut(lengths, shorter, of_cut.ways(seconds)) if shorter and of_cut else None,
-        sizes=sizes_of(profiler, *where),
-        bound=profiler.timing(*where).bound,
+        sizes=sizes_of(profiler, *widest_shape),
+        bound=profiler.timing(*widest_shape).bound,
         steps=of_all.steps,
         rehearsed=profiler.rehearsal_count,
         off=profiler.off,

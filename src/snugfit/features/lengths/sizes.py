@@ -3,8 +3,8 @@
 Matrix products are computed in tiles, and tiles in waves (`prediction/kernel_seconds.py`; NVIDIA, "Matrix
 Multiplication Background User's Guide", sections 2.2 and 3). A size just past the end of a tile or a wave
 costs as much as a much larger one. Tensor cores need rows that are multiples of 16 bytes for full speed. Each
-alternative is found by predicting memory and step time of the job with another size. Gains below `WORTH` are
-not listed.
+alternative is found by predicting memory and step time of the job with another size. Gains below `MIN_GAIN`
+are not listed.
 
 Only a change of the vocabulary and padding to another length are *proposed*: neither changes the learned
 model. Another batch size or model width changes the training, so those are only listed.
@@ -29,21 +29,21 @@ from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import ALIGNMENT, Rates, knows_alignment
 from snugfit.rehearsal.trace.trace import MATRIX_PRODUCTS
 
-WORTH = 0.01
+MIN_GAIN = 0.01
 """Smallest relative gain in samples per second that is listed."""
 
 FREE = 0.005
 """Greatest relative slowdown of a step at which a larger batch still counts as equally fast."""
 
 MULTIPLES = (8, 64)
-STEEP = 2
+MIN_SLOPE = 2
 """Least ratio of saved seconds to saved length, both relative, from which a shorter length ends a tile or a
 wave.
 
 Attention alone makes shorter sequences slightly faster, token by token.
 """
 
-NEAR = 4
+BATCH_DIVISOR = 4
 """Divisor of the job's batch size. Listed batch sizes differ from it by at most a fourth."""
 
 
@@ -86,12 +86,12 @@ def sizes_of(profiler: LengthProfiler, length: int, padded: bool) -> tuple[Size,
     """
     if profiler.timing(length, padded).bound in ("host", "loading"):
         return ()
-    at = _At(profiler, length, padded)
+    at = _SimulatedSize(profiler, length, padded)
     return (*_vocabulary(at), *_length(at), *_batch(at), *_widths(at))
 
 
 @dataclass(frozen=True)
-class _At:
+class _SimulatedSize:
     """A simulated training step of one job and sequence length, which steps of other sizes are compared
     with.
     """
@@ -100,38 +100,40 @@ class _At:
     length: int
     padded: bool
 
-    def instead(self, what: str, given: int, other: _At, size: int, *, tokens: bool = False) -> Size:
+    def instead(
+        self, size_name: str, given: int, other: _SimulatedSize, size: int, *, tokens: bool = False
+    ) -> Size:
         """Return the gain and extra memory of another size, such as a batch size, over this one."""
         needed = other.profiler.bytes(other.length, other.padded).needed_bytes
         return Size(
-            what=what,
+            what=size_name,
             given=given,
             instead=size,
             gain=self.gain(other, tokens=tokens),
             more_bytes=needed - self.profiler.bytes(self.length, self.padded).needed_bytes,
             step_seconds=other.seconds(),
             assumed=not knows_alignment(self.profiler.gpu)
-            and self.gain(other, tokens=tokens, rates=without_alignment_cost(self.profiler.rates)) < WORTH,
+            and self.gain(other, tokens=tokens, rates=without_alignment_cost(self.profiler.rates)) < MIN_GAIN,
         )
 
     def seconds(self, rates: Rates | None = None) -> float:
         """Return the predicted seconds of this simulated step."""
         return self.profiler.timing(self.length, self.padded, rates=rates).step_seconds
 
-    def gain(self, other: _At, *, tokens: bool = False, rates: Rates | None = None) -> float:
+    def gain(self, other: _SimulatedSize, *, tokens: bool = False, rates: Rates | None = None) -> float:
         """Return the relative gain in samples (or tokens) per second of the other step over this one."""
         work = other.profiler.job.batch_size / self.profiler.job.batch_size
         if tokens:
             work *= other.length / self.length
         return work * self.seconds(rates) / other.seconds(rates) - 1
 
-    def steep(self, other: _At, share: float) -> bool:
+    def steep(self, other: _SimulatedSize, share: float) -> bool:
         """Return True if the other step saves a far larger share of seconds than `share`, the share by which
         it is shorter.
         """
-        return 1 - other.seconds() / self.seconds() > STEEP * share
+        return 1 - other.seconds() / self.seconds() > MIN_SLOPE * share
 
-    def with_changes(self, **changes: Any) -> _At:
+    def with_changes(self, **changes: Any) -> _SimulatedSize:
         """Return the simulated step at the same length for a job with these fields changed."""
         profiler = self.profiler
         job = replace(profiler.job, **changes)
@@ -148,7 +150,7 @@ def up(size: int, multiple: int) -> int:
 # ---- the vocabulary -------------------------------------------------------------------------------------
 
 
-def _vocabulary(at: _At) -> Iterator[Size]:
+def _vocabulary(at: _SimulatedSize) -> Iterator[Size]:
     """Yield larger vocabulary sizes with which a step is faster, as by
     `resize_token_embeddings(pad_to_multiple_of=64)`.
     """
@@ -158,16 +160,16 @@ def _vocabulary(at: _At) -> Iterator[Size]:
         other = at.with_changes(model=at.profiler.job.model.with_vocabulary(size))
         candidate = replace(at.instead("vocabulary", rows, other, size), proposed=True)
         # A larger multiple must be clearly faster than a smaller one.
-        if best is None or candidate.gain > best.gain + WORTH:
+        if best is None or candidate.gain > best.gain + MIN_GAIN:
             best = candidate
-    if best is not None and best.gain > WORTH:
+    if best is not None and best.gain > MIN_GAIN:
         yield best
 
 
 # ---- the length -----------------------------------------------------------------------------------------
 
 
-def _length(at: _At) -> Iterator[Size]:
+def _length(at: _SimulatedSize) -> Iterator[Size]:
     """Yield faster sequence lengths: a longer one with fewer seconds (by padding), or a shorter one with more
     tokens per second.
     """
@@ -178,27 +180,31 @@ def _length(at: _At) -> Iterator[Size]:
     for size in (*longer, *shorter):
         try:
             other = replace(at, length=size, padded=at.padded or size > length)
-            one = at.instead("sequence length", length, other, size, tokens=size < length)
+            size_change = at.instead("sequence length", length, other, size, tokens=size < length)
         except SnugfitError:  # the length exceeds the model's last position
             continue
         if size > length or at.steep(other, 1 - size / length):
-            candidates.append(replace(one, proposed=size > length))
+            candidates.append(replace(size_change, proposed=size > length))
     for proposed in (True, False):
-        known = [one for one in candidates if one.proposed is proposed and one.gain > WORTH]
+        known = [
+            size_change
+            for size_change in candidates
+            if size_change.proposed is proposed and size_change.gain > MIN_GAIN
+        ]
         if known:
-            yield max(known, key=lambda one: one.gain)
+            yield max(known, key=lambda size_change: size_change.gain)
 
 
 # ---- the batch ------------------------------------------------------------------------------------------
 
 
-def _batch(at: _At) -> Iterator[Size]:
+def _batch(at: _SimulatedSize) -> Iterator[Size]:
     """Yield faster batch sizes: a smaller one with more samples per second, and the largest one whose step is
     as fast. At both, the tiles of the matrix products fill the GPU's multiprocessors completely.
     """
     pieces = at.profiler.recipe.setup().micro_batches
     samples = at.profiler.job.batch_size // pieces
-    low, high = samples - samples // NEAR, samples + -(-samples // NEAR)
+    low, high = samples - samples // BATCH_DIVISOR, samples + -(-samples // BATCH_DIVISOR)
     steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
     seconds = {size: other.seconds() for size, other in (*steps.items(), (samples, at))}
     # Interpolation needs three simulated sizes, with others between them.
@@ -208,12 +214,12 @@ def _batch(at: _At) -> Iterator[Size]:
     free = max(size for size in seconds if seconds[size] <= seconds[samples] * (1 + FREE))
     for size in sorted({smaller, free} - {samples}):
         other = steps.get(size) or at.with_changes(batch_size=size * pieces)
-        one = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
-        if one.gain > WORTH:
-            yield one
+        size_change = at.instead("batch", at.profiler.job.batch_size, other, size * pieces)
+        if size_change.gain > MIN_GAIN:
+            yield size_change
 
 
-def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
+def _between(at: _SimulatedSize, steps: dict[int, _SimulatedSize], samples: int) -> dict[int, float]:
     """Return the seconds of a step for every batch size between the simulated `steps`, by interpolating their
     kernels. Return an empty dict if that is impossible.
     """
@@ -232,7 +238,7 @@ def _between(at: _At, steps: dict[int, _At], samples: int) -> dict[int, float]:
 # ---- widths ---------------------------------------------------------------------------------------------
 
 
-def _widths(at: _At) -> Iterator[Size]:
+def _widths(at: _SimulatedSize) -> Iterator[Size]:
     """Yield widths of the model whose matrix rows are not a multiple of 16 bytes, with their estimated extra
     time.
     """
@@ -243,7 +249,7 @@ def _widths(at: _At) -> Iterator[Size]:
     of_the_job |= {job.model.vocabulary, job.labels}
     slow, fast = KernelClock(at.profiler.rates), KernelClock(without_alignment_cost(at.profiler.rates))
     lost: dict[int, float] = defaultdict(float)
-    where: dict[int, str] = {}
+    width_names: dict[int, str] = {}
     for kernel in at.profiler.sample(at.length, at.padded).kernels:
         if kernel.operator not in MATRIX_PRODUCTS:
             continue
@@ -252,15 +258,15 @@ def _widths(at: _At) -> Iterator[Size]:
         if extra > 0 and sizes and not sizes & of_the_job:
             width = min(sizes)
             lost[width] += extra
-            where.setdefault(width, kernel.module)
+            width_names.setdefault(width, kernel.module)
     whole = at.seconds()
     for width, seconds in lost.items():
-        if (gain := whole / (whole - seconds) - 1) > WORTH:
+        if (gain := whole / (whole - seconds) - 1) > MIN_GAIN:
             yield Size(
                 what="width",
                 given=width,
                 instead=None,
                 gain=gain,
                 assumed=not knows_alignment(at.profiler.gpu),
-                where=where[width],
+                where=width_names[width],
             )

@@ -23,7 +23,7 @@ from snugfit.training.rng import (
     set_host_rng_states,
 )
 
-LOOKS = 5
+SEARCHED_READS = 5
 """Number of reads of the generators' states at the start of an epoch that also search for new generators."""
 
 
@@ -67,7 +67,7 @@ class DataRng:
         """Return the current states of the data's random generators."""
         if self._looks:
             self._looks -= 1
-            self._own.look()
+            self._own.find_generators()
         return DataRngStates(host_rng_states(), self._own.state())
 
     def set(self, states: DataRngStates) -> None:
@@ -79,7 +79,7 @@ class DataRng:
         """Start an epoch with the next loaded batch. Then search for generators that are created with its
         first batches.
         """
-        self._looks = LOOKS
+        self._looks = SEARCHED_READS
         self.at_epoch_start = self.between_epochs
 
     @property
@@ -93,11 +93,11 @@ class DataRng:
 
     def resume(self, at_epoch_start: DataRngStates, now: DataRngStates) -> None:
         """Restore the random generators of a resumed run, from its states at the epoch's start and `now`."""
-        self.at_epoch_start, self.now, self._looks = at_epoch_start, now, LOOKS
+        self.at_epoch_start, self.now, self._looks = at_epoch_start, now, SEARCHED_READS
         self._own.set(now.own)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Context for random draws outside of training, after which the data's own generators are restored.
 
         An evaluation may have the same collator, for example.

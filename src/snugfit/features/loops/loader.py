@@ -182,7 +182,7 @@ def batches_from(
     # The last trained batch is loaded again for the comparison.
     passed = position - (last is not None)
     # Without workers the sampler alone is advanced, so that skipped batches are not loaded.
-    named = _Named(loader.batch_sampler) if is_plain(loader) and not loader.num_workers else None
+    named = _IteratorKeeper(loader.batch_sampler) if is_plain(loader) and not loader.num_workers else None
     batches: Iterator[Any] = iter(loader if named is None else made_like(loader, batch_sampler=named))
     for _ in range(passed):
         next(batches if named is None else named.names, None)
@@ -209,7 +209,7 @@ def name_of(loader: Any) -> str:
 
 
 @final
-class _Named:
+class _IteratorKeeper:
     """A wrapper of a batch sampler that stores the latest iterator over its sample indices."""
 
     def __init__(self, real: Iterable[Any]) -> None:
@@ -415,7 +415,7 @@ def _first_of(loader: Any, device: torch.device) -> Any:
     with preserve_rng(device):
         loader = without_workers(getattr(loader, "base_dataloader", loader))  # accelerate's is a wrapper
         rng = DataRng(loader)
-        with rng.apart():
+        with rng.preserve():
             rng.begin_epoch()
             try:
                 return next(iter(loader), None)

@@ -48,12 +48,12 @@ class OwnState:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._held: dict[str, _Attribute] = {}
-        self.look()
+        self.find_generators()
         values = {path: held.value() for path, held in self._held.items()}
         self._at_first = frozenset(values)
         self._numbers = {path: value for path, value in values.items() if _kind_of(value) is None}
 
-    def look(self) -> None:
+    def find_generators(self) -> None:
         """Search the loader's objects again for random generators and counters, because training may have
         changed them.
         """
@@ -74,7 +74,7 @@ class OwnState:
         Attributes that did not exist then are removed, and missing generators are created. Raises
         `SnugfitError` on failure.
         """
-        self.look()
+        self.find_generators()
         for path in self._held.keys() - state.keys():
             if path in self._numbers:
                 self._held[path].set(self._numbers[path])
@@ -181,10 +181,10 @@ def _children(value: Any) -> Iterator[tuple[str, Any, Any]]:
             except ValueError:  # the cell has no value yet
                 continue
     else:
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict):
-            names = [name for name in held if not (name.startswith("_") and _is_librarys(value))]
-            yield from ((name, held[name], value) for name in names)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            names = [name for name in attributes if not (name.startswith("_") and _is_librarys(value))]
+            yield from ((name, attributes[name], value) for name in names)
 
 
 # ---- kinds of generators ---------------------------------------------------------------------------------

@@ -23,12 +23,12 @@ class Media(Feature):
         """Return a function that reads the pictures in folders named by class; None if `folders` has no
         pictures.
         """
-        from snugfit.features.media.picture_folders import ClassFolders, holds_pictures
+        from snugfit.features.media.picture_folders import ClassFolders, contains_pictures
 
-        return partial(ClassFolders, folders=folders) if holds_pictures(folders) else None
+        return partial(ClassFolders, folders=folders) if contains_pictures(folders) else None
 
-    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **how: Any) -> Any | None:
+    def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
         """Return the dataset's rows as samples for a task with pictures or sounds; None for other tasks."""
         from snugfit.features.media.samples import INPUTS, read_samples
 
-        return read_samples(rows, job, processor, tokenizer, **how) if job.task in INPUTS else None
+        return read_samples(rows, job, processor, tokenizer, **options) if job.task in INPUTS else None

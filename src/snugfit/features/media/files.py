@@ -43,7 +43,7 @@ class MediaEntry:
     rate: Any = None
     """Samples per second of a sound that is an array, from the row; None if unknown."""
 
-    where: str
+    location: str
     """Position of the row in the dataset, for messages."""
 
     folder: Path
@@ -58,15 +58,15 @@ class MediaEntry:
     def name(self) -> str:
         """The row and the file's path, as text for error messages."""
         path = self.path
-        return self.where if path is None or path in self.where else f"{self.where}: {path}"
+        return self.location if path is None or path in self.location else f"{self.location}: {path}"
 
     def content(self) -> bytes | None:
         """Return the bytes of the media file; None if the value is decoded already. Raises `UsageError` for
         an unreadable file.
         """
-        held = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
-        if isinstance(held, bytes | bytearray | memoryview):
-            return bytes(held)
+        content = self.value.get("bytes") if isinstance(self.value, Mapping) else self.value
+        if isinstance(content, bytes | bytearray | memoryview):
+            return bytes(content)
         path = self.path
         if path is None:
             return None

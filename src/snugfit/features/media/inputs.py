@@ -144,8 +144,8 @@ class SoundInput(SampleInputs):
             return batch | {"input_ids": shapes.ids(samples, self.tokens, generator)}
         job, targets = shapes.job, shapes.job.target_length
         # Under seq2seq-lm, text tokens are between the sound and the target.
-        asked = job.sequence_length if job.task is Task.SEQ2SEQ_LM else 0
-        ids = shapes.ids(samples, asked + targets, generator)
+        target_length = job.sequence_length if job.task is Task.SEQ2SEQ_LM else 0
+        ids = shapes.ids(samples, target_length + targets, generator)
         # A random placeholder token would mark a sound that does not exist.
         ids[ids == self.token] = (self.token + 1) % shapes.vocabulary
         ids = torch.cat([torch.full((samples, self.tokens), self.token, device="cpu"), ids], dim=1)
@@ -212,7 +212,7 @@ def sound(config: Any) -> SoundInput | None:
     return SoundInput("input_features", shape) if shape else SoundInput("input_values", _wave(part))
 
 
-def hears_in_place_of_tokens(model_type: str) -> bool:
+def has_sound_embeddings(model_type: str) -> bool:
     """Return True for a language model in which sound embeddings replace placeholder tokens."""
     return model_type in _TOKENS
 
@@ -339,14 +339,14 @@ class Sounds(ModelInputs):
 
         Raises `JobError` if the shape is unknown.
         """
-        heard = sound(config)
-        if heard is None:
+        sound_input = sound(config)
+        if sound_input is None:
             raise JobError(
                 f"{job.model.name} ({job.model.architecture}): snugfit cannot make synthetic audio for it "
                 f"in {job.task}. Give the model itself with an example batch: Model.from_module(module, "
                 "example)."
             )
-        return heard
+        return sound_input
 
 
 PICTURES, SOUNDS = Pictures(), Sounds()

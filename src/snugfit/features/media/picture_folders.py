@@ -24,7 +24,7 @@ PICTURES = (
 )  # fmt: skip
 
 
-def holds_pictures(folders: Sequence[Path]) -> bool:
+def contains_pictures(folders: Sequence[Path]) -> bool:
     """Return True if any of the folders contains a picture."""
     return any(_is_picture(entry.name) for folder in folders for entry in os.scandir(folder))
 
@@ -74,9 +74,9 @@ class ClassFolders(Rows):
         return len(self._names)
 
     def _item(self, index: int) -> Row:
-        return {"image": self.where(index), "label": self._classes[self._owners[index]]}
+        return {"image": self.location(index), "label": self._classes[self._owners[index]]}
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the path of a row's picture, for error messages."""
         name = os.fsdecode(self._names[index])
         return os.path.join(self.source, self._classes[self._owners[index]], name)

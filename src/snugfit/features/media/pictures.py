@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Pillow's modes with 8 bits per channel, by the number of channels."""
 
-DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes with more than 8 bits per pixel, whose values Pillow would clip at 255."""
 
 ORIENTATION, UPRIGHT = 0x0112, 1
@@ -75,7 +75,7 @@ class PicturePreprocessor:
         mode = MODES.get(self.shape[0])
         if mode is None or picture.mode == mode:
             return picture
-        if picture.mode in DEEP:
+        if picture.mode in DEEP_MODES:
             raise UsageError(
                 f"{entry.name}: its pixels have more than 8 bits (Pillow's mode {picture.mode}), which "
                 "would be lost. Convert it to 8 bits first."
@@ -99,9 +99,9 @@ def _open(entry: MediaEntry) -> Image:
         turned = picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
         return ImageOps.exif_transpose(picture) if turned else picture
     except Exception as error:  # Pillow's formats raise various exceptions
-        said = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
+        message = "not a format that Pillow knows" if "cannot identify" in str(error) else one_line(error)
         raise UsageError(
-            f"{entry.name}: this image cannot be read ({said}). Replace the file, or remove its row."
+            f"{entry.name}: this image cannot be read ({message}). Replace the file, or remove its row."
         ) from None
 
 
@@ -118,15 +118,15 @@ def _array(entry: MediaEntry) -> np.ndarray:
         pixels = pixels.astype(np.uint8) if 0 <= pixels.min() <= pixels.max() <= 255 else pixels
     if pixels.ndim not in (2, 3) or pixels.dtype != np.uint8:
         raise UsageError(
-            f"{entry.where}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) of "
-            f"uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
+            f"{entry.location}: an image must be a path, a file's bytes, a PIL image or an array (H, W, C) "
+            f"of uint8, not {_kind(entry.value, pixels)}. Give prepared pixels as pixel_values."
         )
     # Channels may come first, as in torch.
     if pixels.ndim == 3 and pixels.shape[2] not in MODES and pixels.shape[0] in MODES:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] not in MODES:
         raise UsageError(
-            f"{entry.where}: an image of the shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
+            f"{entry.location}: an image of shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
         )
     # Pillow takes a single channel without a third dimension.
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

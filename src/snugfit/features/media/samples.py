@@ -38,7 +38,7 @@ from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer
 from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry, path_in
-from snugfit.features.media.inputs import hears_in_place_of_tokens, pixels, sound
+from snugfit.features.media.inputs import has_sound_embeddings, pixels, sound
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.sounds import SoundPreprocessor
 from snugfit.features.media.tasks import PICTURES, SOUNDS
@@ -110,7 +110,7 @@ class MediaSamples(IndexedSamples):
         return MediaEntry(
             value=self.media.value(row, self.column, index),
             rate=row.get(RATE),
-            where=self.media.where(index),
+            location=self.media.location(index),
             folder=self.media.folder_of(index),
         )
 
@@ -136,7 +136,7 @@ class MediaCollate:
         name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
         inputs = [torch.as_tensor(sample[name]) for sample in samples]
         # The extractor pads with its own value, and returns a mask of the padding.
-        if isinstance(self.preprocessor, SoundPreprocessor) and len({one.shape for one in inputs}) > 1:
+        if isinstance(self.preprocessor, SoundPreprocessor) and len({array.shape for array in inputs}) > 1:
             return {**self.preprocessor.pad(inputs), "labels": labels}
         return {name: torch.stack(inputs), "labels": labels}
 
@@ -162,7 +162,7 @@ def read_samples(
             f"{rows.source}: {job.task} needs the model's processor. Give its folder, which has a"
             " preprocessor_config.json: processor=FOLDER, or --processor FOLDER."
         )
-    if hears_in_place_of_tokens(job.model.architecture):
+    if has_sound_embeddings(job.model.architecture):
         raise UsageError(
             f"{job.model.name} ({job.model.architecture}) takes audio among its tokens, and snugfit cannot "
             "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
@@ -227,7 +227,7 @@ def _refuse_missing(media: Rows, column: str) -> None:
         value, folder = media.value(row, column, index), media.folder_of(index)
         path = path_in(value, folder)
         if path is not None and not os.path.isfile(path):
-            raise MediaEntry(value=value, where=media.where(index), folder=folder).missing_error()
+            raise MediaEntry(value=value, location=media.location(index), folder=folder).missing_error()
 
 
 def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
@@ -236,8 +236,10 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
             f"The feature extractor has dither: {extractor.dither}, which adds different noise at every "
             "start. Set it to 0.0 in preprocessor_config.json."
         )
-    heard = sound(job.config_to_read())
-    shape = heard.shape if heard and heard.name == "input_features" else None  # waves may have any length
+    sound_input = sound(job.config_to_read())
+    shape = (
+        sound_input.shape if sound_input and sound_input.name == "input_features" else None
+    )  # waves may have any length
     return SoundPreprocessor(extractor=extractor, shape=shape)
 
 
@@ -247,11 +249,11 @@ def _classes(rows: Rows, column: str, job: Job, label_names: Sequence[str]) -> M
     """
     values = [rows.value(row, column, index) for index, row in enumerate(rows)]
     if job.labels == 1:
-        return {"label": regression_values(values, rows.where)}
+        return {"label": regression_values(values, rows.location)}
     own = rows.class_names(column)
     named = bool(label_names) and all(isinstance(value, str) for value in values)
     known = tuple(label_names) if named else one_order(label_names, own, rows.source)
-    numbers, names = class_numbers(values, rows.where, labels=job.labels, names=known)
+    numbers, names = class_numbers(values, rows.location, labels=job.labels, names=known)
     return {"label": numbers, "label_names": names}
 
 
@@ -280,10 +282,10 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
     labels = lists.build()
     if (empty := labels.lengths == 0).any():
         raise UsageError(
-            f"{rows.where(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn. Add "
+            f"{rows.location(int(empty.argmax()))}: {column!r} is empty, so there is nothing to learn. Add "
             "text, or remove the row."
         )
-    refuse_unknown_tokens(labels, config.get_text_config().vocab_size, job, rows.where)
+    refuse_unknown_tokens(labels, config.get_text_config().vocab_size, job, rows.location)
     return {"labels": labels, "cut": cut, "cut_tokens": lost}
 
 
@@ -293,33 +295,33 @@ def _texts(rows: Rows, column: str, job: Job, tokenizer: Any | None) -> Mapping[
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_processor(given: Any, job: Job) -> Any:
+def load_processor(named: Any, job: Job) -> Any:
     """Return the image processor or feature extractor for the job's task.
 
-    `given` is its name, its folder, or a processor of transformers, perhaps with several parts. Raises
+    `named` is its name, its folder, or a processor of transformers, perhaps with several parts. Raises
     `UsageError` if it cannot be loaded.
     """
     from transformers import AutoFeatureExtractor
 
-    inner, what = _KINDS[job.task]
-    if isinstance(given, str | os.PathLike):
+    inner, noun = _KINDS[job.task]
+    if isinstance(named, str | os.PathLike):
         is_picture = job.task == PICTURES.name
         return load_pretrained(
-            given,
+            named,
             _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
-            what,
+            noun,
             word="processor",
             patterns=FILES,
             file=FILES[0],
         )
     # A multi-part processor has the image processor or feature extractor as an attribute.
-    processor = getattr(given, inner, given)
+    processor = getattr(named, inner, named)
     inputs = getattr(processor, "model_input_names", None)
     # A tokenizer can be called too, but it has a vocabulary.
     if not callable(processor) or not inputs or hasattr(processor, "vocab_size"):
         raise UsageError(
-            f"The processor is of type {type(given).__name__}; for {job.task} it must be transformers' "
-            f"{what}, or its folder."
+            f"The processor is of type {type(named).__name__}; for {job.task} it must be transformers' "
+            f"{noun}, or its folder."
         )
     return processor
 
@@ -338,13 +340,13 @@ def own_folder(job: Job) -> Path | None:
     return folder if folder and has_processor(folder, job) else None
 
 
-def has_processor(given: Any, job: Job) -> bool:
+def has_processor(value: Any, job: Job) -> bool:
     """Return True if a folder, or a transformers processor with several parts, contains the processor for the
     job's task.
     """
-    if isinstance(given, str | os.PathLike):
-        return any((Path(given).expanduser() / name).exists() for name in FILES)
-    return hasattr(given, _KINDS[job.task][0])
+    if isinstance(value, str | os.PathLike):
+        return any((Path(value).expanduser() / name).exists() for name in FILES)
+    return hasattr(value, _KINDS[job.task][0])
 
 
 def settings_of(preprocessor: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _decode(entry: MediaEntry) -> Sound:
     samples, rate = _in_memory(entry)
     if isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1:
         raise UsageError(
-            f'{entry.where}: audio in memory needs its sampling rate: {{"array": ..., "sampling_rate": '
+            f'{entry.location}: audio in memory needs its sampling rate: {{"array": ..., "sampling_rate": '
             "16000}, or a column sampling_rate."
         )
     return Sound(samples, int(rate))
@@ -139,7 +139,7 @@ def _array(value: Any, entry: MediaEntry) -> np.ndarray:
     if sound.ndim != 1 or sound.dtype.kind != "f":
         shape = f"one of {sound.dtype} and the shape {sound.shape}" if sound.ndim else type(value).__name__
         raise UsageError(
-            f"{entry.where}: audio must be a path, a file's bytes, or an array (N) of floats in [-1, 1] "
+            f"{entry.location}: audio must be a path, a file's bytes, or an array (N) of floats in [-1, 1] "
             f"with its sampling_rate, not {shape}."
         )
     return sound.astype(np.float32)
@@ -152,13 +152,13 @@ def _read(content: bytes, entry: MediaEntry) -> Sound:
             return _pcm(file, entry)
     # The file is not a PCM `.wav` file, but soundfile may be able to read it.
     except (wave.Error, EOFError) as error:
-        said = str(error) or "it ends too early"
+        message = str(error) or "it ends too early"
     if not content:
         raise UsageError(f"{entry.name}: the file is empty. Replace it, or remove its row.")
     # A RIFF file of a known format is broken, while soundfile may read other formats.
-    if content.startswith(b"RIFF") and not said.startswith("unknown format"):
-        raise UsageError(f"{entry.name}: this .wav is broken ({said}). Replace it, or remove its row.")
-    return _by_soundfile(content, entry, said)
+    if content.startswith(b"RIFF") and not message.startswith("unknown format"):
+        raise UsageError(f"{entry.name}: this .wav is broken ({message}). Replace it, or remove its row.")
+    return _by_soundfile(content, entry, message)
 
 
 def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
@@ -182,15 +182,15 @@ def _pcm(file: wave.Wave_read, entry: MediaEntry) -> Sound:
     return Sound(sound.reshape(-1, channels).mean(axis=1).astype(np.float32), rate)
 
 
-def _by_soundfile(content: bytes, entry: MediaEntry, said: str) -> Sound:
-    """Decode a file that is not a PCM `.wav` by the package soundfile. `said` is the error of Python's own
-    reader.
+def _by_soundfile(content: bytes, entry: MediaEntry, wav_error: str) -> Sound:
+    """Decode a file that is not a PCM `.wav` by the package soundfile. `wav_error` is the error of Python's
+    own reader.
     """
     try:
         soundfile = importlib.import_module("soundfile")
     except ImportError:
         raise UsageError(
-            f"{entry.name}: this is not a PCM .wav ({said}). Other audio needs soundfile, which is not "
+            f"{entry.name}: this is not a PCM .wav ({wav_error}). Other audio needs soundfile, which is not "
             "installed. Try: pip install soundfile"
         ) from None
     try:

@@ -98,18 +98,18 @@ class Region:
         self.sent: Any = None
         """Event after which the region's storages are on the host, so that device memory can be freed."""
 
-    def alive(self) -> list[OffloadedStorage]:
+    def live_storages(self) -> list[OffloadedStorage]:
         """Return the storages of this group that autograd still needs."""
-        return [one for member in self.members.values() if (one := member()) is not None]
+        return [storage for member in self.members.values() if (storage := member()) is not None]
 
     def leave_device(self) -> None:
         """Free the device memory of the layer's saved storages, once their copies to the host are done."""
-        members = self.alive()
+        members = self.live_storages()
         if members and self.sent is not None:
             # The copies of a region run in order, so that one event marks the end of all.
             members[0].link.wait(self.sent)
-        for one in members:
-            one.base = None
+        for member in members:
+            member.base = None
 
 
 class SavedTensor(NamedTuple):
@@ -204,10 +204,10 @@ class Window:
 class ActivationOffload:
     """Hooks that offload the saved tensors of a model's `first` layers of each stack, or of all layers."""
 
-    def __init__(self, what: str, first: int | None = None) -> None:
+    def __init__(self, tensor_kinds: str, first: int | None = None) -> None:
         from torch.autograd.graph import saved_tensors_hooks
 
-        self.what, self.first = what, first
+        self.tensor_kinds, self.first = tensor_kinds, first
         self._window: Window | None = None  # None if all layers are offloaded
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[Any] = []
@@ -240,7 +240,9 @@ class ActivationOffload:
         if self.first is not None and any(len(stack) > self.first for stack in stacks):
             self._window = Window(stacks, self.first)
         # Embeddings, head and loss are outside of layers. The backward pass needs their tensors first.
-        for layer in (layer for stack in stacks for layer in stack if self.what == "all" or self._window):
+        for layer in (
+            layer for stack in stacks for layer in stack if self.tensor_kinds == "all" or self._window
+        ):
             add(layer.register_forward_pre_hook(self._enter_layer))
             add(layer.register_forward_hook(self._leave_layer, always_call=True))
 
@@ -262,10 +264,10 @@ class ActivationOffload:
         import torch
 
         # An evaluation saves no tensors, and a nested call belongs to the outer one.
-        if self._in_forward or self.what == "nothing" or not torch.is_grad_enabled():
+        if self._in_forward or self.tensor_kinds == "nothing" or not torch.is_grad_enabled():
             return
         self._begin_pass()
-        tensors = (*model.parameters(), *model.buffers()) if self.what == "all" else ()
+        tensors = (*model.parameters(), *model.buffers()) if self.tensor_kinds == "all" else ()
         # Weights stay on the device anyway, so a saved weight is not an activation.
         self._weights = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
         self._in_forward = True
@@ -287,7 +289,7 @@ class ActivationOffload:
                 self._window.enter(layer)
                 # A checkpoint saves its input before its layer is called.
                 self._decide(self._window)
-            self._in_layer = self.what == "all" and not (self._window and self._window.stays)
+            self._in_layer = self.tensor_kinds == "all" and not (self._window and self._window.stays)
 
     def _leave_layer(self, layer: Any, arguments: Any, out: Any) -> None:
         if self._in_forward:
@@ -301,7 +303,7 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> Any:
         # The check inspects the stack frames above, so it must be called here.
         checkpointed, window = _is_saved_by_a_checkpoint(), self._window
-        if not self._travels(tensor):
+        if not self._is_offloaded(tensor):
             return tensor
         if window is None or (window.is_inside and not window.stays):
             return self._save(tensor, checkpointed=checkpointed) if checkpointed or self._in_layer else tensor
@@ -349,7 +351,7 @@ class ActivationOffload:
         # A storage is copied as a whole, and each tensor is restored with its strides.
         return base.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _travels(self, tensor: torch.Tensor) -> bool:
+    def _is_offloaded(self, tensor: torch.Tensor) -> bool:
         import torch
 
         # Subclasses and sparse tensors may have several storages.
@@ -388,15 +390,17 @@ class ActivationOffload:
         memory of the group before it is freed.
         """
         region, self._region = self._region, None
-        members = region.alive() if region is not None else []
+        members = region.live_storages() if region is not None else []
         if region is None or not members:
             return
         # A storage may belong to two regions. It is copied with the first one.
-        new = [one for one in members if one.extent is None]
+        new = [member for member in members if member.extent is None]
         if new:
-            extents, region.sent = new[0].link.send([one.base for one in new if one.base is not None])
-            for one, extent in zip(new, extents, strict=True):
-                one.extent = extent
+            extents, region.sent = new[0].link.send(
+                [member.base for member in new if member.base is not None]
+            )
+            for member, extent in zip(new, extents, strict=True):
+                member.extent = extent
         if self._window is not None:
             self._window.append(region)
             return
@@ -425,15 +429,15 @@ class ActivationOffload:
 
     def _bring(self, region: Region) -> None:
         """Start to copy a group's storages back to the device, except those that are there already."""
-        away = [one for one in region.alive() if one.base is None]
-        if not away:
+        on_host = [member for member in region.live_storages() if member.base is None]
+        if not on_host:
             return
-        link = away[0].link
-        extents = [one.extent for one in away if one.extent is not None]
-        bases, event = link.fetch(extents, [one.dtype for one in away])
+        link = on_host[0].link
+        extents = [member.extent for member in on_host if member.extent is not None]
+        bases, event = link.fetch(extents, [member.dtype for member in on_host])
         pending = PendingCopy(link, event)
-        for one, base in zip(away, bases, strict=True):
-            one.base, one.pending = base, pending
+        for member, base in zip(on_host, bases, strict=True):
+            member.base, member.pending = base, pending
 
 
 def _nothing() -> None:

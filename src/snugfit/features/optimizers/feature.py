@@ -42,9 +42,9 @@ class Optimizers(Feature):
 
     def optimizer_doubts(self, optimizer: Any) -> Sequence[str]:
         """Return a warning about optimizer states in CUDA managed memory."""
-        from snugfit.features.optimizers.updates.bitsandbytes_states import doubt_about_pages
+        from snugfit.features.optimizers.updates.bitsandbytes_states import paging_warning
 
-        return [sentence] if (sentence := doubt_about_pages(optimizer)) else []
+        return [sentence] if (sentence := paging_warning(optimizer)) else []
 
     def rate_names(self, kernel: Any) -> Sequence[str]:
         """Return the name of the measured kernel speed for bitsandbytes' updates with one moment; empty for

@@ -24,7 +24,7 @@ from snugfit.techniques.technique import Slot, TechniqueBySlot
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-OTHERWISE = (
+TRAINER_DIFFERENCE = (
     "snugfit's own GaLore is meant. galore-torch, which TrainingArguments run, keeps all singular vectors of "
     "weights in fp32 and so takes more memory than is predicted, and its checkpoints do not resume"
 )
@@ -53,7 +53,7 @@ class Galore(Projected):
                 "optim_args.proj_type": Setting("proj_type"),
                 "optim_target_modules": Setting("targets"),
             },
-            note=OTHERWISE,
+            note=TRAINER_DIFFERENCE,
         ),
     )
 

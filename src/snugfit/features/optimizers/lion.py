@@ -13,7 +13,7 @@ from typing import ClassVar
 from snugfit.features.optimizers.small_states import (
     LION,
     LION_RATE,
-    OfBitsandbytes,
+    BitsandbytesOptimizer,
     bitsandbytes_wish,
     lion_counterparts,
 )
@@ -21,7 +21,7 @@ from snugfit.techniques.technique import Fidelity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(OfBitsandbytes):
+class Lion(BitsandbytesOptimizer):
     """Optimizer that updates weights by the sign of a momentum: one 32-bit moment, half of AdamW's state."""
 
     fidelity: ClassVar = Fidelity.LEARNS

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snugfit.features.optimizers.of_matrices import UPDATES, OfMatrices
+from snugfit.features.optimizers.of_matrices import UPDATES, MatrixOptimizer
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Call, OptimizerWish
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(OfMatrices):
+class Muon(MatrixOptimizer):
     """Orthogonal momentum for the matrices of hidden layers, AdamW for everything else."""
 
     source: ClassVar = (

@@ -16,7 +16,7 @@ UPDATES = "snugfit.features.optimizers.updates"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfMatrices(Technique):
+class MatrixOptimizer(Technique):
     """Base class of optimizers with a special update (such as Muon's) for the matrices of hidden layers, and
     AdamW for everything else.
     """
@@ -28,7 +28,7 @@ class OfMatrices(Technique):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Projected(OfMatrices):
+class Projected(MatrixOptimizer):
     """Base class of optimizers that project gradients onto fewer dimensions."""
 
     rank: int = between(1, 65_536, default=64)

@@ -50,7 +50,7 @@ def lion_counterparts(name: str, settings: Mapping[str, Any]) -> tuple[Counterpa
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfBitsandbytes(Technique):
+class BitsandbytesOptimizer(Technique):
     """Base class of techniques whose optimizer comes from bitsandbytes."""
 
     needs: ClassVar = ("bitsandbytes>=0.50",)
@@ -75,7 +75,7 @@ class OfBitsandbytes(Technique):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EightBitStates(OfBitsandbytes):
+class EightBitStates(BitsandbytesOptimizer):
     """Base class of techniques with moments in 8 bits."""
 
     embeddings: Literal[32, 8] = 32
@@ -90,7 +90,7 @@ class EightBitStates(OfBitsandbytes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedStates(OfBitsandbytes):
+class PagedStates(BitsandbytesOptimizer):
     """Base class of techniques with moments in managed memory."""
 
     unplanned: ClassVar = (

@@ -40,10 +40,10 @@ def quantize_in_order(key: str = "CUDA", drain: Callable[[], None] | None = None
         library._destroy()
 
 
-def _drain_around(own: Callable[..., Any], drain: Callable[[], None]) -> Callable[..., Any]:
+def _drain_around(function: Callable[..., Any], drain: Callable[[], None]) -> Callable[..., Any]:
     def run(keyset: Any, *arguments: Any) -> Any:
         drain()
-        result = own(keyset, *arguments)
+        result = function(keyset, *arguments)
         drain()
         return result
 

@@ -31,7 +31,7 @@ _WRAPPED = re.compile(r"(?:\.base_layer)+$")
 _ADAPTER = re.compile(r"(?:\.base_layer)*\.lora_\w+(?:\.\w+)?$")
 
 
-def doubts_on_experts(setup: Setup, blocks: Sequence[Block], missing: int) -> list[str]:
+def expert_warnings(setup: Setup, blocks: Sequence[Block], missing: int) -> list[str]:
     """Return warnings about unquantized experts and about large adapters on them.
 
     `missing` is the number of bytes by which the step exceeds the memory.

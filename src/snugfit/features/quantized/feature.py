@@ -64,9 +64,9 @@ class Quantized(Feature):
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
         """Return a warning about experts that stay in 16 or 32 bits, and one about adapters on them."""
-        from snugfit.features.quantized.experts import doubts_on_experts
+        from snugfit.features.quantized.experts import expert_warnings
 
-        return doubts_on_experts(setup, blocks, missing)
+        return expert_warnings(setup, blocks, missing)
 
     def tensors_beside(self, weight: Any) -> Sequence[tuple[Any, str]]:
         """Return the objects and attribute names that hold the scales and code books (tables of values) of a

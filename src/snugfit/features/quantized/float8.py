@@ -67,8 +67,8 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     from torch.utils._python_dispatch import _disable_current_modes
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if why := why_unconverted(model):
-        raise RecipeError(f"{why}. Try 'bf16'.")
+    if reason := why_unconverted(model):
+        raise RecipeError(f"{reason}. Try 'bf16'.")
     chosen = {id(module) for module in convertible(model)}
     # The number of tokens is the inner dimension for a weight's gradient, and may not be a multiple of 16.
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(wish.recipe), pad_inner_dim=True)
@@ -76,12 +76,14 @@ def convert(model: torch.nn.Module, wish: Float8Wish) -> None:
     before = {name: module for name, module in model.named_modules() if id(module) in chosen}
     # torchao creates each layer on `meta` first, and a simulation would count it as a device tensor
     with _disable_current_modes():
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda one, name: id(one) in chosen)
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda submodule, name: id(submodule) in chosen
+        )
     for name, module in before.items():
         converted = model.get_submodule(name)
         # torchao's converted layers are in training mode at first.
         converted.train(module.training)
-        _BEFORE[converted] = module
+        _ORIGINAL_LINEARS[converted] = module
 
 
 def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -92,7 +94,7 @@ def convertible(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
     # The output head stays in 16 bits, as in torchtitan.
     for layers in layer_stacks(model):
-        for module in (one for layer in layers for one in layer.modules()):
+        for module in (submodule for layer in layers for submodule in layer.modules()):
             if (
                 # A subclass may compute a different result.
                 type(module) is torch.nn.Linear
@@ -122,12 +124,12 @@ def put_back(model: torch.nn.Module) -> None:
         return
     # A list, because the loop changes the modules.
     for name, module in list(model.named_modules()):
-        if module in _BEFORE:
+        if module in _ORIGINAL_LINEARS:
             parent, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(parent), own_name, _BEFORE.pop(module))
+            setattr(model.get_submodule(parent), own_name, _ORIGINAL_LINEARS.pop(module))
 
 
-_BEFORE: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
+_ORIGINAL_LINEARS: WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = WeakKeyDictionary()
 """The original linear layer of each converted one."""
 
 

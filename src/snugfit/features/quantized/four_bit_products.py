@@ -110,7 +110,9 @@ def _is_fused(policy: CudaPolicy, dtype: Any, rows: int, shape: tuple[int, int],
     if shape[1] % blocksize:
         return False
 
-    return policy.common(lambda one: fuses(one.multiprocessors, *one.capability, dtype, rows, *shape))
+    return policy.common_choice(
+        lambda gpu_policy: fuses(gpu_policy.multiprocessors, *gpu_policy.capability, dtype, rows, *shape)
+    )
 
 
 @functools.cache

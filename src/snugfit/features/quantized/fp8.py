@@ -73,8 +73,8 @@ class Fp8(Technique):
         checkpoint = recipe[Slot.CHECKPOINTING].value
         if not job.trains:
             yield "its products are simulated in training only. Try 'bf16'."
-        elif why := _why_unconverted(job):
-            yield f"{why}. Try 'bf16'."
+        elif reason := _why_unconverted(job):
+            yield f"{reason}. Try 'bf16'."
         if not recipe[Slot.ADAPTERS].plain:
             yield (
                 f"{recipe[Slot.ADAPTERS]} freezes the linear layers, and torchao would compute gradients of "
@@ -95,15 +95,15 @@ def _why_unconverted(job: Job) -> str:
     if module is not None:
         return why_unconverted(module)
     key = f"{job.task} {json.dumps(job.model.config, sort_keys=True, default=str)}"
-    if key not in _ANSWERS:
+    if key not in _REASONS:
         import torch
 
         with torch.device("meta"):
-            _ANSWERS[key] = why_unconverted(instantiate(job, dtype="float32", attention="eager"))
-    return _ANSWERS[key]
+            _REASONS[key] = why_unconverted(instantiate(job, dtype="float32", attention="eager"))
+    return _REASONS[key]
 
 
-_ANSWERS: dict[str, str] = {}
+_REASONS: dict[str, str] = {}
 """Cached reasons against the technique, by task and config. Building a model without data takes up to a
 second.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from snugfit.features.serving.sizes import LayerCache
 
-MORE_LAYERS = 1.5
+MIN_LAYER_RATIO = 1.5
 """Ratio between the numbers of layers of two kinds, below which the smaller group is padded to the larger
 one. Source: vLLM, `v1/core/kv_cache_utils.py`, `_get_kv_cache_groups_uniform_page_size`, from 0.18 on. 0.15
 to 0.17 have 1.25, and 0.33 has the function in `v1/core/kv_cache_planning.py`.
@@ -70,8 +70,8 @@ class PagedCache:
             return math.ceil(tokens / self.block_size)
         # A chunk of a prompt is written before earlier tokens leave the window, which may begin within a
         # block (`v1/kv_cache_interface.py`, `SlidingWindowSpec.max_memory_usage_bytes`).
-        held = min(group.window - 1 + self.batched_tokens, tokens)
-        return math.ceil(held / self.block_size) + 1
+        cached_tokens = min(group.window - 1 + self.batched_tokens, tokens)
+        return math.ceil(cached_tokens / self.block_size) + 1
 
     def blocks_in(self, available: int) -> int:
         """Return the number of cache blocks that fit into `available` bytes."""
@@ -129,7 +129,7 @@ def paged_cache(
         if layer.state_numbers:
             kinds[Group(None, stateful=True)] += 1
     fewest, most = min(kinds.values(), default=1), max(kinds.values(), default=1)
-    size = most if most < fewest * MORE_LAYERS else fewest
+    size = most if most < fewest * MIN_LAYER_RATIO else fewest
     groups = [group for group, count in kinds.items() for _ in range(math.ceil(count / size))]
     return PagedCache(
         groups=tuple(groups), block_bytes=size * page, block_size=block_size, batched_tokens=batched,

@@ -181,9 +181,9 @@ def serve(
     from snugfit.job.dtype import dtype_name
 
     if (count := [bool(gpu), bool(memory), all_gpus].count(True)) != 1:
-        why = "needs the memory of its GPU" if not count else "is predicted for one card, or for all GPUs"
+        reason = "needs the memory of its GPU" if not count else "is predicted for one card, or for all GPUs"
         raise UsageError(
-            f"A server {why}. Give one of --gpu NAME, such as h100, --memory 24GiB, or --all-gpus."
+            f"A server {reason}. Give one of --gpu NAME, such as h100, --memory 24GiB, or --all-gpus."
         )
     request = ServingRequest(
         model=_find(model, online=not offline),

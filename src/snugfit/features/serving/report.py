@@ -41,8 +41,8 @@ def _rows(answer: ServingAnswer) -> Iterator[tuple[str, str, str]]:
         later = "" if answer.graphs_reduce_cache else ", captured after the cache is allocated"
         yield "CUDA graphs", show_bytes(answer.graph_bytes), f"estimate{later}"
     tokens = f"{answer.cache_tokens:,} tokens of {show_bytes(answer.token_bytes)}, in blocks of"
-    held = f"{tokens} {answer.block_size}" if answer.token_bytes else "a state for each sequence"
-    yield "cache", show_bytes(answer.cache_bytes), held
+    cached = f"{tokens} {answer.block_size}" if answer.token_bytes else "a state for each sequence"
+    yield "cache", show_bytes(answer.cache_bytes), cached
 
 
 def _sequences(answer: ServingAnswer) -> str:

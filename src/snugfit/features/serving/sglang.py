@@ -69,11 +69,11 @@ def predict_sglang(
     capacity = request.gpu.nvml_total_bytes or total
     chunk, graphs = _defaults(request, capacity)
     share = request.utilization or _default_share(request, capacity, chunk, graphs)
-    held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
+    loaded_bytes = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
     # Communication buffers are allocated before the free memory is read.
     outside = CONTEXT + (RANK_BUFFERS if request.tensor_parallel > 1 else 0)
     free = total - outside
-    available = int(free * share) - held
+    available = int(free * share) - loaded_bytes
     cached = CACHE_BYTES["sglang"].get(request.cache_dtype, number)
     length = request.max_model_len or sizes.longest or DEFAULT_LENGTH
     tokens = request.tokens or length
@@ -81,9 +81,9 @@ def predict_sglang(
     page = request.block_size or 1
     # Memory for states is divided first (`handle_max_mamba_cache`, with the prefix cache, the default).
     states = int(max(0, available) * STATE_RATIO / (1 + STATE_RATIO)) // state if state else 0
-    room = max(0, available - states * state)
+    free_bytes = max(0, available - states * state)
     requests = states // STATES_PER_REQUEST
-    held_tokens = int(room / token) // page * page if token else tokens * requests
+    held_tokens = int(free_bytes / token) // page * page if token else tokens * requests
     limit = request.max_num_seqs
     running = limit or min(max(held_tokens * PER_CONTEXT // length, FEWEST_REQUESTS), MOST_REQUESTS)
     running = min(running, requests) if state else running
@@ -101,11 +101,11 @@ def predict_sglang(
     return ServingAnswer(
         model=request.model.name, gpu=request.gpu.name, engine="sglang", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
-        usable_bytes=int(free * share), utilization=share, weights_bytes=held,
+        usable_bytes=int(free * share), utilization=share, weights_bytes=loaded_bytes,
         weights_layout=layout.name if layout else dtype,
         activation_bytes=max(0, min(int(chunk * PER_TOKEN_MIB * MIB), spare)), non_torch_bytes=outside,
         graph_bytes=graph_bytes,
-        graphs_reduce_cache=False, cache_bytes=room, token_bytes=int(token), cache_tokens=held_tokens,
+        graphs_reduce_cache=False, cache_bytes=free_bytes, token_bytes=int(token), cache_tokens=held_tokens,
         sequence_tokens=tokens,
         sequences=min(held_tokens // per_sequence, requests if state else held_tokens),
         most_sequences=running, longest=min(held_tokens, sizes.longest or length),

@@ -259,7 +259,7 @@ def _first(config: Any, *names: str) -> int:
     for name in names:
         value = getattr(config, name, None)
         # Some configs have a size for each layer. The largest one decides the memory.
-        if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
+        if isinstance(value, list | tuple) and value and all(isinstance(token, int) for token in value):
             return int(max(value))
         if isinstance(value, int) and not isinstance(value, bool) and value:
             return value

@@ -117,19 +117,19 @@ def predict_vllm(
     options = _options(request, sizes)
     total = request.gpu.memory_bytes or 0
     number = DTYPE_BYTES[dtype]
-    held = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
+    loaded_bytes = weights + (sizes.position_numbers + sizes.absorbed_numbers) * number
     activation = profile_peak(request, sizes, options, number, layout)
     non_torch = _non_torch(request)
     graphs = graph_bytes(_largest_graph(request, options)) if request.cuda_graphs else 0
     reduces = request.minor >= NEW_BUDGET
     usable = int(total * options.share)
-    available = usable - held - activation - non_torch - (graphs if reduces else 0)
+    available = usable - loaded_bytes - activation - non_torch - (graphs if reduces else 0)
     cached = CACHE_BYTES["vllm"].get(request.cache_dtype, number)
     cache = paged_cache(
         sizes.layers, number_bytes=cached, state_bytes=number, block_size=request.block_size or 16,
         batched=options.batched, caches_prefixes=request.minor >= HYBRID_PREFIXES,
     )  # fmt: skip
-    refusal = _refusal(request, sizes, options, cache, available, held)
+    refusal = _refusal(request, sizes, options, cache, available, loaded_bytes)
     tokens = request.tokens or options.length
     doubts = list(_doubts(request, sizes, layout))
     if graphs and not reduces and graphs > total - CONTEXT - usable:
@@ -139,7 +139,7 @@ def predict_vllm(
     return ServingAnswer(
         model=_name(request), gpu=request.gpu.name, engine="vllm", version=request.known_version,
         tensor_parallel=request.tensor_parallel, starts=refusal is None, refusal=refusal, total_bytes=total,
-        usable_bytes=usable, utilization=options.share, weights_bytes=held,
+        usable_bytes=usable, utilization=options.share, weights_bytes=loaded_bytes,
         weights_layout=layout.name if layout else dtype, activation_bytes=activation,
         non_torch_bytes=non_torch, graph_bytes=graphs, graphs_reduce_cache=reduces,
         cache_bytes=max(0, available), token_bytes=cache.token_bytes,

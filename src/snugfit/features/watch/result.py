@@ -131,10 +131,10 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
     if gpu.retries:
         yield "  retries", f"{gpu.retries}: the allocator released its cache to continue"
     if gpu.nvml_bytes is not None:
-        apart = (
+        gap = (
             f", without the driver's {show_bytes(gpu.reserve_bytes)}" if gpu.reserve_bytes is not None else ""
         )
-        yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{apart}"
+        yield "  NVML", f"{show_bytes(gpu.nvml_bytes)} at its peak, all processes{gap}"
     if gpu.process_bytes is not None:
         yield "  this process", show_bytes(gpu.process_bytes)
     if gpu.utilization is not None:
@@ -146,10 +146,10 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
 # ---- advice -----------------------------------------------------------------------------------------------
 
 
-NEARLY_FULL = 0.95
+FULL_SHARE = 0.95
 """Share of the GPU's memory above which a longer batch may not fit (chosen)."""
 
-HALF_EMPTY = 0.5
+ROOMY_SHARE = 0.5
 """Share of the GPU's memory below which a larger batch fits (chosen)."""
 
 IDLE = 0.8
@@ -189,7 +189,7 @@ def advice_on(gpus: Sequence[WatchedGpu], thread_share: float | None) -> Iterato
 
 def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
     used = gpu.nvml_bytes if gpu.nvml_bytes is not None else gpu.reserved_bytes
-    room = (gpu.total_bytes or 0) - (gpu.reserve_bytes or 0)
+    usable = (gpu.total_bytes or 0) - (gpu.reserve_bytes or 0)
     plan = f'`snugfit plan MODEL --gpu "{gpu.name}"`' if gpu.name else "`snugfit plan MODEL --gpu NAME`"
     smaller = (
         f"{plan} finds recipes that take less; snugfit.fit and snugfit.accelerate continue with one when "
@@ -200,8 +200,8 @@ def _about_memory(gpu: WatchedGpu) -> Iterator[str]:
             f"Memory was too tight: {gpu.retries} times the allocator had to release its cache, which costs "
             f"time. {smaller}"
         )
-    elif used and room > 0 and used > NEARLY_FULL * room:
-        yield f"At its peak {used / room:.0%} of the memory was used: a longer batch may not fit. {smaller}"
+    elif used and usable > 0 and used > FULL_SHARE * usable:
+        yield f"At its peak {used / usable:.0%} of the memory was used: a longer batch may not fit. {smaller}"
     unused = (gpu.reserved_bytes or 0) - (gpu.allocated_bytes or 0)
     if unused > max(FRAGMENTED_BYTES, FRAGMENTED * (gpu.reserved_bytes or 0)):
         yield (
@@ -235,9 +235,9 @@ def _about_time(gpu: WatchedGpu, thread_share: float | None) -> Iterator[str]:
             "network. More loader workers may help (`dataloader_num_workers`; `workers` in a recipe)."
         )
     elif thread_share > BUSY:
-        room = (gpu.total_bytes or 0) - (gpu.reserve_bytes or 0)
+        usable = (gpu.total_bytes or 0) - (gpu.reserve_bytes or 0)
         used = gpu.nvml_bytes or gpu.reserved_bytes or 0
-        larger = " There is memory for a larger batch." if 0 < used < HALF_EMPTY * room else ""
+        larger = " There is memory for a larger batch." if 0 < used < ROOMY_SHARE * usable else ""
         yield (
             f"{idle}, while Python was busy {thread_share:.0%} of it: it launches kernels more slowly than "
             "they run, or loads data in the same process. A larger batch, `torch.compile` and a fused "

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from snugfit.errors import GpuError
 from snugfit.features.watch.gpu import WatchedGpu
 from snugfit.features.watch.result import WatchResult
-from snugfit.measurement.contamination import GpuBaseline, during
+from snugfit.measurement.contamination import GpuBaseline, sentence_on_processes
 from snugfit.measurement.host import peak_resident_bytes
 from snugfit.measurement.nvml import Card, Nvml, NvmlUnavailable, open_nvml
 from snugfit.measurement.sampler import Sampler
@@ -77,7 +77,9 @@ class _SampledCard(NamedTuple):
             "uuid": self.card.uuid,
             "nvml_bytes": self.sampler.peak_bytes,
             "process_bytes": max(shares, default=None),
-            "other_processes": during(censuses, GpuBaseline(used_bytes=None, pids=frozenset(), reason=None)),
+            "other_processes": sentence_on_processes(
+                censuses, GpuBaseline(used_bytes=None, pids=frozenset(), reason=None)
+            ),
         }
         if self.utilization.shares:
             facts["utilization"] = statistics.fmean(self.utilization.shares)

@@ -54,9 +54,9 @@ __all__ = (
 ON_GPU = "oom:"
 """Prefix of recorded causes of a failure that mean exhausted GPU memory."""
 
-LOOKING = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
+SEARCH_MESSAGE = "Memory ran out. Changes of the recipe that fit are looked for; nothing trains meanwhile."
 
-LESS = 0.9
+MEMORY_SHARE = 0.9
 """Memory limit for suggested changes, as a share of the predicted need. It applies if a step that was
 predicted to fit did not fit.
 """
@@ -86,13 +86,16 @@ def with_ways_out(request: Request, predictions: Sequence[Prediction]) -> list[P
     """
     first, *further = predictions
     # The search compares training steps, and does not support other phases.
-    if any(one.fits is not False for one in predictions) or first.job.added_phase is not None:
+    if any(prediction.fits is not False for prediction in predictions) or first.job.added_phase is not None:
         return [*predictions]
     if _is_refused(request):
         return [*predictions]
     if first.gpus > 1:
         return [replace(first, ways_out=WaysOut()), *further]
-    named = {**{one.slot: one for one in first.recipe if not one.plain}, **request.named}
+    named = {
+        **{prediction.slot: prediction for prediction in first.recipe if not prediction.plain},
+        **request.named,
+    }
     return [replace(first, ways_out=_ways_out(request, first, named)), *further]
 
 
@@ -107,7 +110,7 @@ def with_ways_out_of_plan(request: Request, plan: Plan) -> Plan:
     nearest = predict(plan.job, Recipe.parse(plan.nearest.recipe), gpu=plan.gpu)
     limited = replace(nearest, memory_bytes=plan.memory_bytes, headroom_bytes=plan.headroom_bytes)
     fixed = {slot.slot for slot in plan.kept}
-    named = {one.slot: one for one in limited.recipe if one.slot in fixed}
+    named = {technique.slot: technique for technique in limited.recipe if technique.slot in fixed}
     return replace(plan, ways_out=_ways_out(request, limited, named, beyond=Fidelity(plan.fidelity)))
 
 
@@ -134,7 +137,7 @@ def _ways_out(
         # With two workers, changes for an 8B model are found within 20 seconds on two cores.
         return ways_out(prediction, keep=named, beyond=beyond, workers=workers_of(None), tell=tell)
 
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "memory_bytes": prediction.memory_bytes,
         "headroom_bytes": prediction.headroom_bytes,
         "loop": prediction.loop,
@@ -152,7 +155,7 @@ def _ways_out(
         named=sorted(map(str, named)),
         beyond=beyond,
         gpus=[prediction.gpus],
-        **asked,
+        **arguments,
     )
 
 
@@ -195,7 +198,7 @@ def end_with_ways_out(
             raise
         import torch
 
-        watch({"event": "note", "text": LOOKING})
+        watch({"event": "note", "text": SEARCH_MESSAGE})
         total = torch.cuda.mem_get_info(device)[1]
         if not (text := ways_out_of(job, recipe, torch.cuda.get_device_name(device), total)):
             raise
@@ -228,14 +231,16 @@ def _too_large(prediction: Prediction, memory_bytes: int | None) -> Prediction:
     need.
     """
     limit = min(filter(None, (memory_bytes, prediction.memory_bytes)), default=prediction.needed_bytes)
-    limit = min(limit, int(LESS * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
+    limit = (
+        min(limit, int(MEMORY_SHARE * prediction.needed_bytes)) if prediction.needed_bytes <= limit else limit
+    )
     return replace(prediction, memory_bytes=limit)
 
 
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 
-MANY = 3
+MAX_SUGGESTED = 3
 """Number of suggested changes from which no further command is suggested."""
 
 NO_SLOWDOWN = 0.0005
@@ -258,7 +263,7 @@ def about_ways_out(ways: WaysOut, command: str, of: str = "the recipe", turn: st
         yield f"The first one: --recipe {shlex.quote(ways.ways[0].recipe)}"
     elif ways.larger_gpu:
         yield f"No change of {of} was found that fits. {_about_larger(ways.larger_gpu, turn)}"
-    if len(ways.ways) < MANY and command:
+    if len(ways.ways) < MAX_SUGGESTED and command:
         yield f"A plan searches all techniques: {command}"
 
 

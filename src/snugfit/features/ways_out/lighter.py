@@ -57,7 +57,7 @@ add up exactly.
 GUESSES = 3
 """Number of settings of one technique that are simulated to find the mildest one that fits."""
 
-LIKELY_LOSS = 0.3
+FRAGMENTATION_RATIO = 0.3
 """Assumed ratio of a recipe's fragmentation to the largest one of similar recipes (chosen).
 
 Similar recipes were simulated and share one of its techniques.
@@ -68,7 +68,7 @@ SLOW_RECOMPUTATION = 0.1
 recomputed as needed to fit.
 """
 
-WORTHWHILE = 0.01
+MIN_SAVED_SHARE = 0.01
 """Smallest share of a step's seconds that recomputing fewer layers must save to be tried (chosen)."""
 
 
@@ -105,25 +105,25 @@ class RecipeCosts:
                 # Recipes with the same passes (forward and backward) share a simulation, which takes most of
                 # a bound's time.
                 groups[passes_key(recipe.setup())].append(recipe)
-        for alike, answer in self._answers("screen", [*groups.values()]):
-            for recipe, one in zip(alike, answer, strict=True):
-                self.bounds[recipe] = None if isinstance(one, SnugfitError) else one[0]
+        for group, answer in self._answers("screen", [*groups.values()]):
+            for recipe, bound in zip(group, answer, strict=True):
+                self.bounds[recipe] = None if isinstance(bound, SnugfitError) else bound[0]
 
-    def judge(self, groups: Iterable[Sequence[Recipe]]) -> None:
+    def evaluate(self, groups: Iterable[Sequence[Recipe]]) -> None:
         """Compute the exact bytes and seconds of recipes, given in groups that differ only in the allocator's
         settings.
         """
-        unknown = [[recipe for recipe in alike if recipe not in self.figures] for alike in groups]
-        for alike, answer in self._answers("judge", [alike for alike in unknown if alike]):
-            for recipe, one in zip(alike, answer, strict=True):
-                self.figures[recipe] = None if isinstance(one, SnugfitError) else one[0]
+        unknown = [[recipe for recipe in group if recipe not in self.figures] for group in groups]
+        for group, answer in self._answers("evaluate", [group for group in unknown if group]):
+            for recipe, figures in zip(group, answer, strict=True):
+                self.figures[recipe] = None if isinstance(figures, SnugfitError) else figures[0]
 
-    def predict(self, recipes: Sequence[Recipe], **how: Any) -> Iterator[Prediction | None]:
+    def predict(self, recipes: Sequence[Recipe], **options: Any) -> Iterator[Prediction | None]:
         """Yield the whole prediction under each of these recipes, in order; None if it cannot be run.
 
-        `how` has further arguments of `predict`.
+        `options` has further arguments of `predict`.
         """
-        questions = [Question(number, "predict", (recipe, how)) for number, recipe in enumerate(recipes)]
+        questions = [Question(number, "predict", (recipe, options)) for number, recipe in enumerate(recipes)]
         for _, value in sorted(self._pool.answers_to(questions)):
             yield None if isinstance(value, SnugfitError) else value
 
@@ -135,12 +135,12 @@ class RecipeCosts:
         """
         questions = [
             # Setups are sent to workers, which need nothing else of a recipe.
-            Question(number, method, ([recipe.setup() for recipe in alike],))
-            for number, alike in enumerate(groups)
+            Question(number, method, ([recipe.setup() for recipe in group],))
+            for number, group in enumerate(groups)
         ]
         for number, value in self._pool.answers_to(questions):
-            alike = groups[number]
-            yield alike, [value] * len(alike) if isinstance(value, SnugfitError) else value
+            group = groups[number]
+            yield group, [value] * len(group) if isinstance(value, SnugfitError) else value
 
 
 class LighterRecipes:
@@ -168,7 +168,9 @@ class LighterRecipes:
         self.costs = RecipeCosts(pool)
         allocators = self._candidates(Slot.ALLOCATOR, Fidelity.SAME) if Slot.ALLOCATOR in free else ()
         # Another allocator may suffice, and recipes with it share the base's simulation.
-        self.costs.judge([[base, *(one.recipe for one in allocators if one.recipe != base)]])
+        self.costs.evaluate(
+            [[base, *(allocator.recipe for allocator in allocators if allocator.recipe != base)]]
+        )
         self._solved: set[Slot] = set()
         """Slots (choices of a recipe) in which one changed technique alone makes the step fit."""
 
@@ -186,7 +188,7 @@ class LighterRecipes:
     @property
     def smallest(self) -> Recipe:
         """Evaluated recipe that needs the fewest bytes."""
-        figures = {recipe: one for recipe, one in self.costs.figures.items() if one is not None}
+        figures = {recipe: cost for recipe, cost in self.costs.figures.items() if cost is not None}
         return min(figures, key=lambda recipe: figures[recipe].needed_bytes, default=self.base)
 
     def may_fit_together(self, fidelity: Fidelity) -> bool:
@@ -207,17 +209,19 @@ class LighterRecipes:
         """Yield recipes that fit with one changed technique whose results differ at most by this fidelity:
         the fastest for each slot of the recipe.
         """
-        recipes = [self.base.with_(one) for one in self._lighter_techniques(fidelity)]
+        recipes = [self.base.with_(technique) for technique in self._lighter_techniques(fidelity)]
         # `cost` extrapolates from the bound, because no exact figures exist yet.
-        waiting = [(self.cost(one).seconds, [one]) for one in recipes if self._may_fit(one)]
-        waiting += self._grades_that_fit({self._slot(one) for _, (one,) in waiting})
-        waiting.sort(key=lambda one: one[0])
+        waiting = [
+            (self.cost(technique).seconds, [technique]) for technique in recipes if self._may_fit(technique)
+        ]
+        waiting += self._grades_that_fit({self._slot(technique) for _, (technique,) in waiting})
+        waiting.sort(key=lambda technique: technique[0])
         evaluated = 0
         for start in range(0, len(waiting), self.costs.workers):
-            chunk = [one for _, one in waiting[start:][: self.costs.workers]]
-            chunk = [one for one in chunk if self._slot(one[0]) not in self._solved]
+            chunk = [technique for _, technique in waiting[start:][: self.costs.workers]]
+            chunk = [technique for technique in chunk if self._slot(technique[0]) not in self._solved]
             # Lists with several grades are evaluated by `_least_that_fits`, grade by grade.
-            self.costs.judge(one for one in chunk if len(one) == 1)
+            self.costs.evaluate(technique for technique in chunk if len(technique) == 1)
             evaluated += len(chunk)
             for settings in chunk:
                 graded = len(settings) > 1
@@ -256,7 +260,7 @@ class LighterRecipes:
             self.costs.screen(one for one in waiting if any(_shares_passes(one, new) for new in chunk))
             chunk = [one for one in chunk if self._may_fit(one)]
             chunk = [one for one in chunk if self._bound_bytes(one) < most.get(self.slots(one), math.inf)]
-            self.costs.judge([one] for one in chunk)
+            self.costs.evaluate([one] for one in chunk)
             evaluated += len(chunk)
             for recipe in chunk:
                 slots = self.slots(recipe)
@@ -320,7 +324,10 @@ class LighterRecipes:
 
     def _candidates(self, slot: Slot, fidelity: Fidelity) -> Sequence[Candidate]:
         # All other slots are fixed, so that the space contains only this slot's techniques.
-        fixed = Kept(slots={one: (self.base[one],) for one in Slot if one is not slot}, start=self.base)
+        fixed = Kept(
+            slots={other_slot: (self.base[other_slot],) for other_slot in Slot if other_slot is not slot},
+            start=self.base,
+        )
         try:
             space = space_of(
                 self.job, fidelity=fidelity, capability=self._capability, fixed=fixed, front_end=self._loop
@@ -337,13 +344,17 @@ class LighterRecipes:
         """
         base = self.cost(self.base)
         recipes = [
-            [one for one in map(self.base.with_, grades_of(slot, self.job)) if self._is_valid(one)]
+            [
+                candidate
+                for candidate in map(self.base.with_, grades_of(slot, self.job))
+                if self._is_valid(candidate)
+            ]
             # Only these slots have techniques with grades: numbers of recomputed or offloaded layers.
             for slot in (Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD)
             if slot in slots
         ]
         # If the last grade does not fit, no smaller one does, so it is evaluated first.
-        self.costs.judge([settings[-1]] for settings in recipes if settings)
+        self.costs.evaluate([settings[-1]] for settings in recipes if settings)
         for settings in recipes:
             if not settings or not self._fits(settings[-1]):
                 continue
@@ -428,7 +439,7 @@ class LighterRecipes:
             if figures and self.costs.bounds.get(known) and known[Slot.ALLOCATOR] == recipe[Slot.ALLOCATOR]
             if known == self.base or not changed.isdisjoint(known[slot] for slot in self.slots(known))
         ]
-        return self._bound_bytes(recipe) + LIKELY_LOSS * max(losses, default=0) <= self.memory_bytes
+        return self._bound_bytes(recipe) + FRAGMENTATION_RATIO * max(losses, default=0) <= self.memory_bytes
 
     def _fits(self, recipe: Recipe) -> bool:
         figures = self._evaluate(recipe)
@@ -440,7 +451,7 @@ class LighterRecipes:
 
     def _evaluate(self, recipe: Recipe) -> Figures | None:
         """Return the exact bytes and seconds of a recipe; None if it cannot be simulated."""
-        self.costs.judge([[recipe]])
+        self.costs.evaluate([[recipe]])
         return self.costs.figures[recipe]
 
     # ---- smaller changes ---------------------------------------------------------------------------------
@@ -458,7 +469,7 @@ class LighterRecipes:
         is_bent = False
         for _ in range(GUESSES):
             no_room = (limit - high_bytes) * (high - low) < low_bytes - high_bytes  # one grade less misses
-            if no_room or (high - low - 1) * a_grade <= WORTHWHILE * few.seconds:
+            if no_room or (high - low - 1) * a_grade <= MIN_SAVED_SHARE * few.seconds:
                 break
             guess = guess_between(low, high, low_bytes, high_bytes, limit)
             # If memory is far from linear, the first guess may be near one end. The second one is then the
@@ -485,10 +496,14 @@ class LighterRecipes:
         self.costs.screen([plain])
         if self.cost(recipe).seconds < self.cost(plain).seconds * (1 + SLOW_RECOMPUTATION):
             return recipe
-        grades = [one for one in map(recipe.with_, grades_of(slot, self.job)) if self._is_valid(one)]
+        grades = [
+            candidate
+            for candidate in map(recipe.with_, grades_of(slot, self.job))
+            if self._is_valid(candidate)
+        ]
         least = self._least_that_fits(plain, [*grades, recipe])
         # Grades recompute whole layers, while the recipe may recompute only parts of each. Both are compared.
-        return min(recipe, least, key=lambda one: self.cost(one).seconds)
+        return min(recipe, least, key=lambda candidate: self.cost(candidate).seconds)
 
     def _without_unnecessary(self, recipe: Recipe) -> Recipe:
         """Return the recipe without changes that it does not need to fit. The slowest change is undone first,
@@ -498,10 +513,18 @@ class LighterRecipes:
         while True:
             most = self.cost(recipe).seconds * (1 + AS_FAST)
             simpler = [recipe.with_(self.base[slot]) for slot in self.slots(recipe)]
-            simpler = [one for one in simpler if self._is_valid(one)]
+            simpler = [candidate for candidate in simpler if self._is_valid(candidate)]
             self.costs.screen(simpler)
-            fast = [one for one in simpler if self._may_fit(one) and self.cost(one).seconds <= most]
-            fitting = (one for one in sorted(fast, key=lambda one: self.cost(one).seconds) if self._fits(one))
+            fast = [
+                candidate
+                for candidate in simpler
+                if self._may_fit(candidate) and self.cost(candidate).seconds <= most
+            ]
+            fitting = (
+                candidate
+                for candidate in sorted(fast, key=lambda candidate: self.cost(candidate).seconds)
+                if self._fits(candidate)
+            )
             first = next(fitting, None)
             if first is None:
                 return recipe

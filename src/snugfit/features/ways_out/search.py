@@ -10,7 +10,7 @@ A plan searches all recipes, which takes minutes. Ways out change as little as p
 
 Each stage ends as soon as enough are found. The second and third are skipped if the weights, states and
 gradients are too large with all techniques together. Lower bounds (`Parts.screen`) exclude most recipes and
-give the order of the rest. Exact figures (`Parts.judge`) decide in that order. For a loop other than the
+give the order of the rest. Exact figures (`Parts.evaluate`) decide in that order. For a loop other than the
 plain one, an offered recipe is predicted too. Named techniques stay. If nothing fits, the smallest GPU that
 does is listed.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 OFFERED = 3
 """Number of changes that a result suggests."""
 
-ENOUGH = 16
+MAX_SIMULATED = 16
 """Number of simulated recipes after which the search ends if some fit (chosen)."""
 
 LARGER_GPUS = 8
@@ -52,7 +52,7 @@ def ways_out(
     keep: Keep = None,
     beyond: Fidelity | None = None,
     workers: int = 1,
-    tell: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], None] = lambda message: None,
 ) -> WaysOut:
     """Return the cheapest changes with which a step fits; none if it fits, or for several GPUs.
 
@@ -73,7 +73,9 @@ def ways_out(
     timer = timer_of(gpu)
     load_ahead(job, [gpu], timer, workers)
     named = (
-        {one.slot for one in prediction.recipe if not one.plain} if keep is None else techniques_named(keep)
+        {technique.slot for technique in prediction.recipe if not technique.plain}
+        if keep is None
+        else techniques_named(keep)
     )
     least = list(Fidelity).index(beyond) + 1 if beyond else 1
     degrees = list(Fidelity)[max(1, least) :]
@@ -111,26 +113,26 @@ def _stages(
     technique. Once changes are found, only single techniques that change the algorithm are tried.
     """
 
-    def say(what: str) -> None:
-        tell(f"trying {what} more; {len(offers)} found so far")
+    def report(message: str) -> None:
+        tell(f"trying {message} more; {len(offers)} found so far")
 
     for fidelity in degrees:
-        say("one technique")
+        report("one technique")
         yield lighter.singles(fidelity)
-        if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > ENOUGH):
+        if offers and (fidelity is Fidelity.LEARNS or lighter.evaluations > MAX_SIMULATED):
             return
         if not lighter.may_fit_together(fidelity):
             continue
-        say("two techniques")
+        report("two techniques")
         yield lighter.pairs(fidelity)
-        say("as many techniques as needed")
+        report("as many techniques as needed")
         if not offers:
             yield lighter.many_at_once(fidelity)
             continue
         for slot in lighter.slots(next(iter(offers))):
-            if lighter.evaluations > ENOUGH:
+            if lighter.evaluations > MAX_SIMULATED:
                 return
-            yield (one for one in lighter.many_at_once(fidelity, without=slot) if one not in offers)
+            yield (recipe for recipe in lighter.many_at_once(fidelity, without=slot) if recipe not in offers)
 
 
 def _offers(
@@ -149,7 +151,10 @@ def _offers(
             software=prediction.software,
         )
         # None means a recipe that this loop or the installed software does not support.
-        costs = (None if one is None else (one.needed_bytes, _seconds(one)) for one in predicted)
+        costs = (
+            None if candidate is None else (candidate.needed_bytes, _seconds(candidate))
+            for candidate in predicted
+        )
     return {
         recipe: offer
         for recipe, cost in zip(recipes, costs, strict=True)
@@ -166,7 +171,9 @@ def _offer(
     spare = (prediction.memory_bytes or 0) - needed
     if spare < 0:
         return None
-    changed = [one for one, old in zip(recipe, prediction.recipe, strict=True) if one != old]
+    changed = [
+        technique for technique, old in zip(recipe, prediction.recipe, strict=True) if technique != old
+    ]
     return WayOut(
         recipe=str(recipe),
         changes=tuple(map(str, changed)),
@@ -174,7 +181,9 @@ def _offer(
         spare_bytes=spare,
         step_seconds=seconds,
         slowdown=seconds / before - 1 if seconds and before else None,
-        fidelity=max((one.fidelity_for(prediction.job) for one in changed), key=list(Fidelity).index).value,
+        fidelity=max(
+            (technique.fidelity_for(prediction.job) for technique in changed), key=list(Fidelity).index
+        ).value,
         tight=spare < prediction.headroom_bytes,
     )
 
@@ -206,13 +215,13 @@ def _larger_gpu(prediction: Prediction, smallest: Recipe, tell: Callable[[str], 
 def _smallest_gpu_for(prediction: Prediction, recipe: Recipe) -> LargerGpu | None:
     """Return the GPU with the least memory that this recipe fits and leaves its headroom."""
     job = prediction.job
-    how: dict[str, Any] = {"loop": prediction.loop, "software": prediction.software}
+    options: dict[str, Any] = {"loop": prediction.loop, "software": prediction.software}
     needed = prediction.needed_bytes
     if recipe != prediction.recipe:
-        needed = predict(job, recipe, gpu=prediction.gpu, **how).needed_bytes
+        needed = predict(job, recipe, gpu=prediction.gpu, **options).needed_bytes
     for gpu in [gpu for gpu in _by_memory() if (gpu.memory_bytes or 0) >= needed][:LARGER_GPUS]:
         try:
-            predicted = predict(job, recipe, gpu=gpu, **how)
+            predicted = predict(job, recipe, gpu=gpu, **options)
         except SnugfitError:  # an older GPU may not support a technique
             continue
         if predicted.fits and not predicted.tight:

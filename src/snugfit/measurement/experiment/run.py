@@ -145,7 +145,7 @@ def _baselines(targets: Sequence[Target]) -> list[GpuBaseline | None]:
     """Wait until no other process uses the GPUs, and return the memory and processes of each GPU. The time
     limit applies to all of them together.
     """
-    deadline = time.monotonic() + contamination.PATIENCE
+    deadline = time.monotonic() + contamination.MAX_WAIT_SECONDS
     return [
         contamination.before(target.card, patience=max(0.0, deadline - time.monotonic()))
         if target.card
@@ -173,12 +173,14 @@ def _first_cause(children: Children, runs: Sequence[RankRun]) -> int:
     return next(bad, 0)
 
 
-def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: int, when: str) -> Measurement:
-    """Return the measurement of all ranks together, with the outcome of the rank `cause`."""
+def _measurement(
+    request: MeasurementRequest, runs: Sequence[RankRun], failed_rank: int, date: str
+) -> Measurement:
+    """Return the measurement of all ranks together, with the outcome of the rank `failed_rank`."""
     footprints = [run.footprint() for run in runs]
     reasons = [run.contamination() for run in runs]
-    worst, outcome = worst_of(footprints), runs[cause].result.outcome
-    slowest = slowest_of(runs) if outcome == causes.OK else cause
+    worst, outcome = worst_of(footprints), runs[failed_rank].result.outcome
+    slowest = slowest_of(runs) if outcome == causes.OK else failed_rank
     decisive, result = runs[worst].result, runs[slowest].result
     several = len(runs) > 1
     return Measurement(
@@ -190,7 +192,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         footprint=footprints[worst],
         timing=runs[slowest].timing() if outcome == causes.OK or not several else None,
         versions=result.versions,
-        when=when,
+        when=date,
         startup=result.startup if outcome == causes.OK or not several else None,
         first_context_bytes=decisive.first_context_bytes,
         smi_bytes=decisive.smi_bytes,
@@ -202,7 +204,7 @@ def _measurement(request: MeasurementRequest, runs: Sequence[RankRun], cause: in
         host_loop_seconds=result.host_loop_seconds,
         losses=runs[0].result.losses,
         results=runs[0].result.results,
-        message=_message(runs, cause),
+        message=_message(runs, failed_rank),
         gpus=len(runs),
         ranks=tuple(run.to_measured(rank, footprints[rank], reasons[rank]) for rank, run in enumerate(runs))
         if several
@@ -218,7 +220,9 @@ def _of_ranks(reasons: Sequence[str | None], runs: Sequence[RankRun]) -> str | N
     """
     if len(runs) == 1:
         return reasons[0]
-    return next((f"GPU {runs[rank].target.index}: {why}" for rank, why in enumerate(reasons) if why), None)
+    return next(
+        (f"GPU {runs[rank].target.index}: {reason}" for rank, reason in enumerate(reasons) if reason), None
+    )
 
 
 def _message(runs: Sequence[RankRun], cause: int) -> str:
@@ -229,10 +233,10 @@ def _message(runs: Sequence[RankRun], cause: int) -> str:
     output = "\n".join(run.exited.tail.strip().splitlines()[-_MESSAGE_LINES:])[-4000:]
     if run.result.outcome == causes.TIMEOUT:
         return f"Still running after {run.request.deadline_seconds:g} s, so it was stopped.\n{output}".strip()
-    said = run.result.message or output
+    message = run.result.message or output
     if len(runs) == 1:
-        return said
-    return f"Rank {cause} of {len(runs)}{f': {said}' if said else ' ended first, without a message.'}"
+        return message
+    return f"Rank {cause} of {len(runs)}{f': {message}' if message else ' ended first, without a message.'}"
 
 
 def _output(exits: Sequence[ChildExit]) -> str:
@@ -415,10 +419,10 @@ def worst_of(footprints: Sequence[Footprint | None]) -> int:
     """
 
     def needs(number: int) -> tuple[int, int, int]:
-        one = footprints[number]
-        if one is None:
+        footprint = footprints[number]
+        if footprint is None:
             return (-1, -1, -1)
-        return (one.nvml_bytes or 0, one.reserved_bytes or 0, one.host_bytes or 0)
+        return (footprint.nvml_bytes or 0, footprint.reserved_bytes or 0, footprint.host_bytes or 0)
 
     return max(range(len(footprints)), key=needs)
 

@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from snugfit.rehearsal.record.first_launches import settings_known
+from snugfit.rehearsal.record.first_launches import known_settings
 from snugfit.rehearsal.rehearse import record_step
-from snugfit.rehearsal.splice import Part, kept_workspaces, without_update
+from snugfit.rehearsal.splice import Part, permanent_workspaces, without_update
 from snugfit.rehearsal.trace.profile import MicroBatchProfile, profile_micro_batches
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move
+from snugfit.rehearsal.trace.relative import Alloc, Free, TraceEvent
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind, Work
 from snugfit.results.footprint import Kind
 from snugfit.step.applier import make_scaler, run_context
@@ -112,7 +112,7 @@ def rehearse_sizes(
     step.gradients_stand = whole and len(sizes) > 1
     # Without the whole batch, an additional first micro-batch creates the gradients to which the others add.
     step.sizes += [sizes if step.gradients_stand else [sizes[0], *sizes]] if sizes else []
-    with settings_known():
+    with known_settings():
         recording = record_step(step, policy, 1)
     optimizer: Any = step.optimizer
     profiles = list(profile_micro_batches(recording))
@@ -177,7 +177,7 @@ class _StepsOfSizes(PlainStep):
 
 
 def _pass_profile(profile: MicroBatchProfile, first: Work, further: Work, baseline: int) -> PassProfile:
-    increase = {where: peak - baseline for where, peak in profile.peaks.items()}
+    increase = {phase: peak - baseline for phase, peak in profile.peaks.items()}
     return PassProfile(increase, profile.live_after - baseline, first, further, profile.kept_bytes)
 
 
@@ -246,26 +246,28 @@ def update_of(part: Part) -> UpdateProfile:
     repeats in all later steps.
     """
     (made_before, makes), (_, steady), *_ = part.cut
-    allocs = (move for move in made_before if isinstance(move, Alloc))
+    allocs = (event for event in made_before if isinstance(event, Alloc))
     gradients = sum(alloc.nbytes for alloc in allocs if alloc.kind == Kind.GRADIENTS)
-    workspaces = sum(alloc.nbytes for alloc in kept_workspaces(makes))  # passes may have taken them already
+    workspaces = sum(
+        alloc.nbytes for alloc in permanent_workspaces(makes)
+    )  # passes may have taken them already
     states = sum(map(_change, makes)) + gradients - workspaces
     last = part.cut[-1].update
     return UpdateProfile(max(accumulate(map(_change, steady)), default=0), states, _work(last))
 
 
-def _work(moves: Sequence[Move]) -> Work:
+def _work(events: Sequence[TraceEvent]) -> Work:
     kernels, waits = [], []
-    for move in moves:
-        if isinstance(move, Kernel):
-            kernels.append(move)
-        elif move is MarkKind.WAIT:
+    for event in events:
+        if isinstance(event, Kernel):
+            kernels.append(event)
+        elif event is MarkKind.WAIT:
             waits.append(len(kernels))
     return Work(tuple(kernels), tuple(waits))
 
 
-def _change(move: Move) -> int:
+def _change(event: TraceEvent) -> int:
     """Return the bytes by which an allocation or a free changes the live memory."""
-    if isinstance(move, Alloc):
-        return move.nbytes
-    return -move.stack.nbytes if isinstance(move, Free) else 0
+    if isinstance(event, Alloc):
+        return event.nbytes
+    return -event.stack.nbytes if isinstance(event, Free) else 0

@@ -24,7 +24,7 @@ from snugfit.planning.cost.batch_sizes import (
     rehearse_sizes,
     update_of,
 )
-from snugfit.planning.cost.lowered import left_by_lowering, lowered_kinds
+from snugfit.planning.cost.lowered import lowered_kinds, uncompiled_work
 from snugfit.planning.cost.queue import QueueSegment, extrapolate_depth, join, stack
 from snugfit.planning.cost.same_trace import kernels_under
 from snugfit.planning.cost.shallow import ShallowJob, ShallowJobs, linear_extrapolate
@@ -139,12 +139,16 @@ class LowerBounds:
         for numbers in groups.values():
             # Many Setups of a group have equal updates, so each update is simulated once.
             by_update = {update_key(setups[number]): setups[number] for number in numbers}
-            refused = {key: why for key, one in by_update.items() if (why := passes.why_unsupported(one))}
-            by_update = {key: one for key, one in by_update.items() if key not in refused}
+            refused = {
+                key: reason
+                for key, candidate in by_update.items()
+                if (reason := passes.why_unsupported(candidate))
+            }
+            by_update = {key: candidate for key, candidate in by_update.items() if key not in refused}
             seconds = passes.seconds(list(by_update.values())) if by_update else ()
             by_key: dict[Hashable, StepBounds | UnsupportedStep] = {
-                key: passes.bounds_of(setup, one)
-                for (key, setup), one in zip(by_update.items(), seconds, strict=True)
+                key: passes.bounds_of(setup, candidate)
+                for (key, setup), candidate in zip(by_update.items(), seconds, strict=True)
             }
             bounds |= {number: (by_key | refused)[update_key(setups[number])] for number in numbers}
         return Bounds([bounds[number] for number in range(len(setups))], passes.by_depth[0].attention)
@@ -162,8 +166,10 @@ class LowerBounds:
         gradients = passes.gradients if passes else self._with_gradients(setup, shallow)
         key = (update_key(setup), shallow.layers, gradients)
         if key not in self._updates:
-            asked = with_update_of(shallow.setup, setup)
-            update = parts_of(asked).rehearse_update(shallow.job, asked, self.policy, gradients)
+            shallow_setup = with_update_of(shallow.setup, setup)
+            update = parts_of(shallow_setup).rehearse_update(
+                shallow.job, shallow_setup, self.policy, gradients
+            )
             self._updates[key] = update_of(update)
         return self._updates[key]
 
@@ -188,8 +194,8 @@ class LowerBounds:
         one sample is simulated."""
         key = (adapters_key(setup), shallow.layers)
         if key not in self._gradients:
-            one = replace(shallow.job, batch_size=1)
-            passes = rehearse_sizes(one, shallow.setup, self.policy, (), whole=True)
+            single = replace(shallow.job, batch_size=1)
+            passes = rehearse_sizes(single, shallow.setup, self.policy, (), whole=True)
             self._gradients[key] = passes.gradients
         return self._gradients[key]
 
@@ -225,7 +231,7 @@ class _PassesBounds:
         bytes."""
         resting = self.resting(setup)
         return StepBounds(
-            live_bytes=max(self.rise(setup), resting),
+            live_bytes=max(self.peak_bytes(setup), resting),
             seconds=seconds,
             resting_bytes=resting,
             layers_bytes=max(self.in_layers(setup), resting),
@@ -245,28 +251,30 @@ class _PassesBounds:
                 parts.refuse(setup, len(profile.first.waits) + len(profile.further.waits))
             for shallow in self.update_fit.depths:
                 self.bounds.update(setup, shallow)
-        except UnsupportedStep as why:
-            return why
+        except UnsupportedStep as reason:
+            return reason
         return None
 
     # ---- bytes -------------------------------------------------------------------------------------------
 
-    def rise(self, setup: Setup) -> int:
+    def peak_bytes(self, setup: Setup) -> int:
         """Return a lower bound of the peak of allocated bytes in forward and backward, including weights and
         optimizer states.
         """
-        return int(self._standing(setup) + self._rise(setup))
+        return int(self._resting_bytes(setup) + self._rise(setup))
 
     def in_layers(self, setup: Setup) -> int:
         """Return a lower bound of the peak of allocated bytes while a repeated layer runs."""
-        return int(self._standing(setup) + self._rise(setup, in_layers))
+        return int(self._resting_bytes(setup) + self._rise(setup, in_layers))
 
     def unkept(self, setup: Setup) -> int:
         """Return a lower bound of the peak bytes in forward and backward, without the activations that each
         layer keeps for backward.
         """
         # One depth allows no extrapolation, and 0 is a valid lower bound.
-        return int(self._standing(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
+        return (
+            int(self._resting_bytes(setup) + self._rise(setup, layers=0)) if len(self.fit.depths) > 1 else 0
+        )
 
     def outside(self, setup: Setup) -> int:
         """Return a lower bound of the peak bytes while no layer runs, without the activations that each layer
@@ -277,29 +285,29 @@ class _PassesBounds:
         # autocast keeps casts of the layers' weights until the forward pass ends; compiled layers keep none
         keeps_inputs = setup.checkpoint == EVERY_LAYER and setup.autocast is None
         layers = None if keeps_inputs else 0
-        return int(self._standing(setup) + self._rise(setup, outside_layers, layers=layers))
+        return int(self._resting_bytes(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:
         """Return a lower bound of the allocated bytes at the start of the backward pass if the layers are
         compiled.
         """
         left_bytes = [
-            sum(n for name, n in one.kept_bytes.items() if lowered_kinds().is_left(name))
-            for one in self._profiles(setup)
+            sum(n for name, n in profile.kept_bytes.items() if lowered_kinds().is_left(name))
+            for profile in self._profiles(setup)
         ]
-        return int(self._standing(setup) + self.fit.extrapolate(left_bytes))
+        return int(self._resting_bytes(setup) + self.fit.extrapolate(left_bytes))
 
     def resting(self, setup: Setup) -> int:
         """Return a lower bound of the peak of allocated bytes during the optimizer update."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         in_update = self.update_fit.extrapolate([update.peak_increase for update in updates])
-        return int(self._standing(setup) + self._gradient_bytes(setup) + in_update)
+        return int(self._resting_bytes(setup) + self._gradient_bytes(setup) + in_update)
 
     def _gradient_bytes(self, setup: Setup) -> float:
         """Return the bytes of all gradients at the end of the backward pass."""
         return float(self.fit.extrapolate([profile.residual_bytes for profile in self._profiles(setup)]))
 
-    def _standing(self, setup: Setup) -> float:
+    def _resting_bytes(self, setup: Setup) -> float:
         """Return the allocated bytes between steps: weights, optimizer states and permanent allocations."""
         updates = [self.bounds.update(setup, shallow) for shallow in self.update_fit.depths]
         # Passes and update are simulated at different depths, so each is extrapolated separately.
@@ -360,7 +368,7 @@ class _PassesBounds:
         """
         if setup.lowering is not None or launches_otherwise(setup):
             return ()
-        return self._device_seconds(setup, self._left_by_compilers)
+        return self._device_seconds(setup, self._library_kernels)
 
     def _device_seconds(self, setup: Setup, part: Callable[[Work], Work]) -> Sequence[float]:
         """Return the seconds in which each GPU runs the kernels that `part` selects, plus those of the
@@ -377,7 +385,7 @@ class _PassesBounds:
         if key not in self._device_s:
             profiles = self._profiles(setup)
             first, further = (
-                line(self.fit, [part(self._under(setup, getattr(one, name))) for one in profiles])
+                line(self.fit, [part(self._under(setup, getattr(profile, name))) for profile in profiles])
                 for name in ("first", "further")
             )
             # Each further micro-batch takes equal seconds, since the gradients exist by then.
@@ -387,13 +395,13 @@ class _PassesBounds:
         seconds: list[float] = (self._device_s[key] + line(self.update_fit, updates)).tolist()
         return seconds
 
-    def _left_by_compilers(self, work: Work) -> Work:
+    def _library_kernels(self, work: Work) -> Work:
         """Return the kernels that compiled layers launch too, such as matrix products. The result is cached,
         since timers identify work by its id.
         """
         if id(work) not in self._left:
             # The entry holds the original too, so that its id is not reused by another object.
-            self._left[id(work)] = work, left_by_lowering(work)
+            self._left[id(work)] = work, uncompiled_work(work)
         return self._left[id(work)][1]
 
     def _works_of(
@@ -419,7 +427,7 @@ class _PassesBounds:
         profiles = self._profiles(setup)
         first = at_depth([profile.first for profile in profiles])
         further = at_depth([profile.further for profile in profiles])
-        updates = [self.bounds.update_segments(one, self.update_fit, timer) for one in setups]
+        updates = [self.bounds.update_segments(candidate, self.update_fit, timer) for candidate in setups]
         seconds: dict[int, Sequence[float]] = {}
         if first is None or further is None:
             return seconds
@@ -452,8 +460,11 @@ class _PassesBounds:
         key = timing_key(setup), id(work)
         if key not in self._works:
             changed = kernels_under(setup, work.kernels)
-            asked = work if changed is work.kernels else work._replace(kernels=changed)
-            self._works[key] = work, asked  # by id; the entry keeps the work alive, so its id stays unique
+            changed_work = work if changed is work.kernels else work._replace(kernels=changed)
+            self._works[key] = (
+                work,
+                changed_work,
+            )  # by id; the entry keeps the work alive, so its id stays unique
         return self._works[key][1]
 
 

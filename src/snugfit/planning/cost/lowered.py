@@ -42,7 +42,7 @@ class LoweredKinds:
     def __contains__(self, number: int) -> bool:
         return False
 
-    def alike(self, number: int) -> int | None:
+    def same_uncompiled(self, number: int) -> int | None:
         """Return the number of the otherwise equal recipe without compilation; None if this one has no
         compiled layers.
         """
@@ -81,14 +81,14 @@ def lowered_kinds() -> type[LoweredKinds]:
     return kinds[0] if kinds else LoweredKinds
 
 
-def left_by_lowering(work: Work) -> Work:
+def uncompiled_work(work: Work) -> Work:
     """Return the kernels of a step that would still run if its layers were compiled. Kernels outside of
     layers remain unchanged.
     """
     is_left = lowered_kinds().is_left
     kernels = (
-        one
-        for one in work.kernels
-        if is_left(one.operator) or without_layer_numbers(one.module) == one.module
+        kernel
+        for kernel in work.kernels
+        if is_left(kernel.operator) or without_layer_numbers(kernel.module) == kernel.module
     )
     return Work(tuple(kernels), ())

@@ -6,7 +6,7 @@ models of few layers, with all sizes of micro-batch in one simulation. It simula
 likewise. `lower_bounds.py` derives the lower bound for all layers. Models whose layers do not repeat are
 simulated in full.
 
-`judge` computes *exact* bytes and seconds. It simulates passes and update with all layers and joins their
+`evaluate` computes *exact* bytes and seconds. It simulates passes and update with all layers and joins their
 traces. The timer and the allocator replay the joined trace. Every number of a plan comes from this function.
 Simulations take most of the time, and GPUs that run the same kernels share them. Each GPU has a separate CUDA
 context and separate seconds.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.cost.lower_bounds import LowerBounds, StepBounds
 from snugfit.planning.cost.periodic import (
-    MANY,
+    MIN_PERIODIC,
     AllocatorPeaks,
     Requests,
     micro_batch_works,
@@ -36,7 +36,7 @@ from snugfit.planning.cost.short_passes import (
     short_passes,
     write_out,
 )
-from snugfit.planning.cost.startup_share import ENDLESS, PlannedRun, StartupShare, StartupShares
+from snugfit.planning.cost.startup_share import ENDLESS_RUN, PlannedRun, StartupShare, StartupShares
 from snugfit.planning.cost.timer import Timer, seconds_of
 from snugfit.planning.step_key import as_rehearsed, as_written, passes_key, step_key, timing_key, update_key
 from snugfit.prediction.allocator import replay
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-REMEMBERED_PARTS = 48
+CACHED_PARTS = 48
 """Largest number of cached simulations of parts of a step, each of about ten megabytes. It exceeds the number
 of different forward and backward passes in most searches.
 """
@@ -109,7 +109,7 @@ class Parts:
         timer: Timer,
         *,
         shallow: bool = True,
-        run: PlannedRun = ENDLESS,
+        run: PlannedRun = ENDLESS_RUN,
     ) -> None:
         self.job, self.gpus, self.timer = job, gpus, timer
         self.startup = StartupShares(job, run)
@@ -165,13 +165,13 @@ class Parts:
             if timing not in seconds:
                 timed = trace_under(setup, traces[key])
                 share = self.startup.of(setup, timed).share
-                seconds[timing] = [one + share for one in self.timer(timed)]
+                seconds[timing] = [kernel_seconds + share for kernel_seconds in self.timer(timed)]
             bounds.append(tuple(map(Bound, needed[key], seconds[timing])))
         return bounds
 
     # ---- exact figures -----------------------------------------------------------------------------------
 
-    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
+    def evaluate(self, setups: Sequence[Setup]) -> list[tuple[Figures, ...]]:
         """Return the exact bytes and seconds of these Setups on each GPU.
 
         They have the same trace, and differ only in allocator, fp32 precision and data loading.
@@ -202,29 +202,29 @@ class Parts:
         if run is not None:
             requests = Requests(run)
             peaks = {kind: replay_periodic(requests, expandable=kind) for kind in kinds}
-            few = 1 if setup.micro_batches >= MANY else setup.micro_batches
+            few = 1 if setup.micro_batches >= MIN_PERIODIC else setup.micro_batches
             return _Replays(run.steady_step(few), peaks)
         trace = self._whole_trace(setup)
         return _Replays(trace, {kind: _peaks_of(trace, expandable=kind) for kind in kinds})
 
     def _seconds(self, setup: Setup, trace: Trace) -> Sequence[float]:
         """Return the seconds of the step on each GPU; its trace may have fewer micro-batches."""
-        if setup.micro_batches >= MANY and self.job.trains:
+        if setup.micro_batches >= MIN_PERIODIC and self.job.trains:
             return seconds_of(self.timer, micro_batch_works(trace, setup.micro_batches))
         return self.timer(trace)
 
-    def whole(self, asked: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
+    def whole(self, setups_by_gpus: Sequence[tuple[Setup, Sequence[int]]]) -> list[list[Figures]]:
         """Return the exact bytes and seconds of these Setups on the given GPUs, each by a full simulation for
         that GPU. The Setups have the same trace. GPUs that run the same kernels may differ in the sizes of
         workspaces and temporary buffers. One simulation serves all GPUs with the same number of buffers.
         """
-        policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in asked for gpu in gpus}
+        policies = {gpu: policy_for(self.gpus[gpu], Software()) for _, gpus in setups_by_gpus for gpu in gpus}
         first, *further = dict.fromkeys(policies.values())
-        traces = self._own_traces(asked[0][0], [first, *further])
+        traces = self._own_traces(setups_by_gpus[0][0], [first, *further])
         peaks: dict[tuple[int, bool], AllocatorPeaks] = {}
         contexts = self._contexts(traces[first])
         answers = []
-        for setup, gpus in asked:
+        for setup, gpus in setups_by_gpus:
             trace, expandable = trace_under(setup, traces[first]), setup.expandable_segments
             startup, seconds = self.startup.of(setup, trace), self.timer(trace)
             figures = []
@@ -233,8 +233,8 @@ class Parts:
                 if (id(own), expandable) not in peaks:
                     peaks[id(own), expandable] = _peaks_of(own, expandable=expandable)
                 replays = _Replays(own, {expandable: peaks[id(own), expandable]})
-                one = _figures(replays, setup, contexts[gpu], seconds[gpu], startup)
-                figures.append(one._replace(peak_seconds=self._peak_seconds(gpu, trace)))
+                result = _figures(replays, setup, contexts[gpu], seconds[gpu], startup)
+                figures.append(result._replace(peak_seconds=self._peak_seconds(gpu, trace)))
             answers.append(figures)
         return answers
 
@@ -274,10 +274,10 @@ class Parts:
         device = self.gpus[gpu]
         return model_peak_seconds(trace.kernels, device) if device else 0.0
 
-    def predict(self, recipe: Recipe, how: Mapping[str, Any], gpu: int = 0) -> Prediction:
-        """Simulate this recipe in full for one GPU, and return the prediction. `how` are further arguments of
-        `predict`."""
-        return predict(self.job, recipe, gpu=self.gpus[gpu], **how)
+    def predict(self, recipe: Recipe, options: Mapping[str, Any], gpu: int = 0) -> Prediction:
+        """Simulate this recipe in full for one GPU, and return the prediction. `options` are further
+        arguments of `predict`."""
+        return predict(self.job, recipe, gpu=self.gpus[gpu], **options)
 
     def verify(self, recipe: Recipe, figures: Figures, gpu: int = 0) -> FullCheck:
         """Simulate this recipe in full for one GPU, and compare the bytes with `figures`. Return the
@@ -316,9 +316,9 @@ class Parts:
             # the first step of compiled layers times their kernels, and a second step does not
             is_short = setup.lowering is None and self._second_step_is_redundant(setup)
             record = short_passes if is_short else rehearse_passes
-            asked = self.job, setup, self.policy
-            few = passes_from_few_layers(*asked, record) if self.shallow_jobs.few else None
-            part = record(*asked) if few is None else few
+            arguments = self.job, setup, self.policy
+            few = passes_from_few_layers(*arguments, record) if self.shallow_jobs.few else None
+            part = record(*arguments) if few is None else few
             return write_out(part) if is_short else part
 
         samples = setup.per_piece(self.job.batch_size)
@@ -349,7 +349,7 @@ class Parts:
         if key not in self._whole:
             self._whole[key] = make()
         self._whole.move_to_end(key)
-        if len(self._whole) > REMEMBERED_PARTS:
+        if len(self._whole) > CACHED_PARTS:
             self._whole.popitem(last=False)
         result: _Result = self._whole[key]
         return result

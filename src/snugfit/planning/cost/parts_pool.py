@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from snugfit.planning.cost.startup_share import ENDLESS
+from snugfit.planning.cost.startup_share import ENDLESS_RUN
 from snugfit.prediction.worker_pool import SpareProcesses, WorkerPool, start_fork_server, worker_pool
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def load_ahead(
     """
     modules = [*_preload(job), *ahead]
     if workers > 1 and can_travel(job):
-        start_fork_server(modules, for_what=(job, gpus, timer))
+        start_fork_server(modules, worker_object=(job, gpus, timer))
 
 
 @contextmanager
@@ -41,18 +41,18 @@ def parts_pool(
     *,
     workers: int,
     shallow: bool,
-    run: PlannedRun = ENDLESS,
-    apart: bool = False,
+    run: PlannedRun = ENDLESS_RUN,
+    own_process: bool = False,
     spare: SpareProcesses | None = None,
 ) -> Iterator[WorkerPool]:
     """Yield a pool of `workers` workers, each with its own `Parts` of this job.
 
-    A single worker runs in this process unless `apart` requires a process of its own. `spare` counts
+    A single worker runs in this process unless `own_process` requires a process of its own. `spare` counts
     processes that may help later.
     """
     make, modules = partial(_parts, job, gpus, timer, shallow=shallow, run=run), _preload(job)
     workers = workers if can_travel(job) else 1
-    with worker_pool(make, workers=workers, preload=modules, apart=apart, spare=spare) as pool:
+    with worker_pool(make, workers=workers, preload=modules, own_process=own_process, spare=spare) as pool:
         yield pool
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from snugfit.rehearsal.trace.repeat import PeriodicRun
     from snugfit.rehearsal.trace.trace import Trace
 
-MANY = 16
+MIN_PERIODIC = 16
 """Number of micro-batches from which a step's seconds are computed from only three: the first, a middle one
 and the last.
 """
@@ -58,7 +58,7 @@ class Requests:
         self._phase = "build"
         self.build = self._of(run.build)
         self.recorded = [
-            [(self._of(moves), times) for moves, times in pieces if times] for pieces in run.recorded
+            [(self._of(events), times) for events, times in pieces if times] for pieces in run.recorded
         ]
         self.steps = run.steps
         self.stacks = len(self._stacks)
@@ -71,31 +71,31 @@ class Requests:
         allocation.
         """
         left: Counter[int] = Counter()
-        for some, times in self.recorded[-1]:
-            for stack, what in some:
-                left[stack] += (times if what > 0 else -times) if stack >= 0 else 0
+        for requests, times in self.recorded[-1]:
+            for stack, action in requests:
+                left[stack] += (times if action > 0 else -times) if stack >= 0 else 0
         return self.steps > 1 and not any(left.values())
 
-    def _of(self, moves: Iterable[Any]) -> list[Request]:
+    def _of(self, events: Iterable[Any]) -> list[Request]:
         requests: list[Request] = []
         known, stacks = self._known, self._stacks
-        for move in moves:
-            kind = type(move)
+        for event in events:
+            kind = type(event)
             if kind is Alloc or kind is Free:
                 if self._pending and kind is Alloc:
-                    requests += self._driver(move)
-                request = known.get(id(move))
+                    requests += self._driver(event)
+                request = known.get(id(event))
                 if request is None:
-                    number = stacks.setdefault(move.stack, len(stacks))
-                    what = move.nbytes if kind is Alloc else -1 - move.stack_distance
-                    request = known[id(move)] = number, what
+                    number = stacks.setdefault(event.stack, len(stacks))
+                    action = event.nbytes if kind is Alloc else -1 - event.stack_distance
+                    request = known[id(event)] = number, action
                 requests.append(request)
             elif kind is PhaseStart:
-                self._phase = move.phase
-            elif move is MarkKind.CONTEXT_RELEASED:
-                self._due = [self._phase, move]
-            elif move is MarkKind.CACHE_EMPTIED:
-                requests.append((-1, move))
+                self._phase = event.phase
+            elif event is MarkKind.CONTEXT_RELEASED:
+                self._due = [self._phase, event]
+            elif event is MarkKind.CACHE_EMPTIED:
+                requests.append((-1, event))
         return requests
 
     def _driver(self, alloc: Alloc) -> Iterator[Request]:
@@ -123,17 +123,17 @@ def replay_periodic(requests: Requests, *, expandable: bool) -> AllocatorPeaks:
         handed_out = tuple([tuple([block.address for block in stack]) for stack in stacks])
         return handed_out, allocator.state()
 
-    def replay(some: Sequence[Request]) -> None:
+    def replay(requests: Sequence[Request]) -> None:
         allocate, release = allocator.allocate, allocator.release
-        for stack, what in some:
-            if what is MarkKind.CACHE_EMPTIED:
+        for stack, action in requests:
+            if action is MarkKind.CACHE_EMPTIED:
                 allocator.empty_cache()
             elif stack < 0:
-                actions.pop(what, _nothing)()
-            elif what > 0:
-                stacks[stack].append(allocate(what, memory[stack]))
+                actions.pop(action, _nothing)()
+            elif action > 0:
+                stacks[stack].append(allocate(action, memory[stack]))
             else:
-                release(stacks[stack].pop(what))
+                release(stacks[stack].pop(action))
 
     def replay_step(pieces: Sequence[tuple[Sequence[Request], int]]) -> None:
         for some, times in pieces:

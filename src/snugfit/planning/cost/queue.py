@@ -94,9 +94,18 @@ def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegm
     if len(segments) < 3:
         return list(segments)
     first, *inner, last = segments
-    host = sum(np.maximum(one.host_s, one.device_s + one.start_delay_s) + wait_s for one in inner) - wait_s
+    host = (
+        sum(
+            np.maximum(segment.host_s, segment.device_s + segment.start_delay_s) + wait_s for segment in inner
+        )
+        - wait_s
+    )
     nothing = np.zeros_like(host)
-    return [first, QueueSegment(host, nothing, nothing - np.inf, sum(one.loader_s for one in inner)), last]
+    return [
+        first,
+        QueueSegment(host, nothing, nothing - np.inf, sum(segment.loader_s for segment in inner)),
+        last,
+    ]
 
 
 def simulate(segments: Sequence[QueueSegment], begin_s: Any, wait_s: Any) -> Any:

@@ -54,15 +54,15 @@ class ShallowJobs:
         """
         depth = self.depth(setup)
         if depth is not None and self.few:
-            asked, repeats, alike = periodic_setup(setup, depth.layers)
+            periodic, repeats, equal_layers = periodic_setup(setup, depth.layers)
             further = (period(setup, depth.layers) for period in hooks("layer_period"))
             period = math.lcm(depth.period, repeats, *further)
-            whole_periods = math.ceil(FEWEST * alike / period) * period
+            whole_periods = math.ceil(FEWEST * equal_layers / period) * period
             # The remainder of the period stays, so that the last layers have the same types.
             least = whole_periods + (depth.layers - whole_periods) % period
             if 2 * least + period < depth.layers:
                 return [
-                    ShallowJob(depth.shallower(self.job, layers), asked, layers)
+                    ShallowJob(depth.shallower(self.job, layers), periodic, layers)
                     for layers in (least, least + period)
                 ]
         return [ShallowJob(self.job, setup, self.layers(setup))]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.rehearsal.splice import Part, record_passes, rehearse_passes
-from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, Move, PhaseStart, RelativeTrace
+from snugfit.rehearsal.trace.relative import Alloc, Free, LiveSet, PhaseStart, RelativeTrace, TraceEvent
 from snugfit.rehearsal.trace.repeat import micro_batch_starts, split_steps
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MICRO_BATCHES = 2
 """Largest number of micro-batches to record. Further ones are copies of the last."""
 
-SINCE_THE_LAST = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
+EVENT_COUNTS = ("modules", "views", "checkpoints", "intercepted", "programs", "functions")
 """Names of the fields of `Kernel` that count events since the previous kernel."""
 
 
@@ -56,14 +56,14 @@ def second_step_is_redundant(job: Job, setup: Setup, policy: Policy) -> bool:
 def _without_first_step_kernels(part: Part) -> tuple[Any, ...]:
     """Return a recording as a tuple for comparisons, without the kernels and waits of its first step. No
     trace contains these."""
-    moves: list[Move] = []
+    events: list[TraceEvent] = []
     step = -1
-    for move in part.trace.moves:
-        if isinstance(move, PhaseStart):
-            step = move.step
-        if step > 0 or not (isinstance(move, Kernel) or move is MarkKind.WAIT):
-            moves.append(move)
-    return tuple(moves), part.gradients, part.trace.attention
+    for event in part.trace.moves:
+        if isinstance(event, PhaseStart):
+            step = event.step
+        if step > 0 or not (isinstance(event, Kernel) or event is MarkKind.WAIT):
+            events.append(event)
+    return tuple(events), part.gradients, part.trace.attention
 
 
 def _write_out(relative: RelativeTrace) -> RelativeTrace:
@@ -73,65 +73,65 @@ def _write_out(relative: RelativeTrace) -> RelativeTrace:
     build, steps, rest = split_steps(relative.moves)
     first = _with_a_third(steps[0])
     second = [
-        move._replace(step=1) if isinstance(move, PhaseStart) else move for move in _again(build, first)
+        event._replace(step=1) if isinstance(event, PhaseStart) else event for event in _again(build, first)
     ]
     return replace(relative, moves=(*build, *first, *second, *rest))
 
 
-def _with_a_third(moves: Sequence[Move]) -> Sequence[Move]:
+def _with_a_third(events: Sequence[TraceEvent]) -> Sequence[TraceEvent]:
     """Return the events of a step with the second of two micro-batches repeated; a step with a single
     micro-batch stays unchanged.
     """
-    starts = micro_batch_starts(moves)
+    starts = micro_batch_starts(events)
     if len(starts) < MICRO_BATCHES:
-        return moves
+        return events
     last = next(
-        at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.phase == "update"
+        at for at, event in enumerate(events) if isinstance(event, PhaseStart) and event.phase == "update"
     )
-    while isinstance(before := moves[last - 1], Free) and before.stack.phase == "load":
+    while isinstance(before := events[last - 1], Free) and before.stack.phase == "load":
         last -= 1  # the batch of the last micro-batch: a further micro-batch would replace it first
-    return [*moves[:last], *moves[starts[1] : last], *moves[last:]]
+    return [*events[:last], *events[starts[1] : last], *events[last:]]
 
 
-def _again(build: Sequence[Move], step: Sequence[Move]) -> list[Move]:
+def _again(build: Sequence[TraceEvent], step: Sequence[TraceEvent]) -> list[TraceEvent]:
     """Return the events (allocations, frees, kernels) of the step after this one. Permanent allocations of
     this step are not repeated, nor are frees of model tensors that it replaced.
     """
     first, second = LiveSet(), LiveSet()
     mapping = dict(zip(first.follow(build), second.follow(build), strict=True))
-    blocks = [_block_of(move, first) for move in step]
-    freed = {block for move, block in zip(step, blocks, strict=True) if isinstance(move, Free)}
+    blocks = [_block_of(event, first) for event in step]
+    freed = {block for event, block in zip(step, blocks, strict=True) if isinstance(event, Free)}
     gone = freed & mapping.keys()
     lasting = set(range(len(first.allocs))) - freed - mapping.keys()
     mapping |= {block: second.alloc(first.allocs[block]) for block in sorted(lasting)}
     for block in sorted(gone):
         second.free_of(mapping[block])
-    moves: list[Move] = []
+    events: list[TraceEvent] = []
     makers: set[str] = set()  # of the next kernel: operators of permanent blocks, "" for others
     left_out: list[Kernel] = []  # since the last retained kernel
     replaced = 0  # number of the model's tensors, since the last retained kernel
-    for move, block in zip(step, blocks, strict=True):
-        if type(move) is Alloc:
-            makers.add(move.operator if block in lasting else "")
+    for event, block in zip(step, blocks, strict=True):
+        if type(event) is Alloc:
+            makers.add(event.operator if block in lasting else "")
             if block in lasting:
                 continue
-            mapping[block] = second.alloc(move)
-            moves.append(move)
-        elif type(move) is Kernel:
-            makes_only_what_lasts = makers == {move.operator}
+            mapping[block] = second.alloc(event)
+            events.append(event)
+        elif type(event) is Kernel:
+            makes_only_what_lasts = makers == {event.operator}
             makers = set()
             if makes_only_what_lasts:
-                left_out.append(move)
+                left_out.append(event)
                 continue
-            moves.append(_with_counts_of(left_out, move, replaced))
+            events.append(_with_counts_of(left_out, event, replaced))
             left_out, replaced = [], 0
-        elif type(move) is Free:
+        elif type(event) is Free:
             replaced += block in gone
             if block not in gone:
-                moves.append(second.free_of(mapping[block]))
+                events.append(second.free_of(mapping[block]))
         else:
-            moves.append(move)
-    return moves
+            events.append(event)
+    return events
 
 
 def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -> Kernel:
@@ -140,12 +140,12 @@ def _with_counts_of(left_out: Sequence[Kernel], kernel: Kernel, replaced: int) -
     """
     if not left_out:
         return kernel
-    counts = {name: sum(getattr(one, name) for one in (*left_out, kernel)) for name in SINCE_THE_LAST}
+    counts = {name: sum(getattr(counted, name) for counted in (*left_out, kernel)) for name in EVENT_COUNTS}
     return kernel._replace(**counts | {"views": counts["views"] - replaced})
 
 
-def _block_of(move: Move, live: LiveSet) -> int:
+def _block_of(event: TraceEvent, live: LiveSet) -> int:
     """Return the number of the memory block that this event allocates or frees; -1 for other events."""
-    if type(move) is Alloc:
-        return live.alloc(move)
-    return live.free(move) if type(move) is Free else -1
+    if type(event) is Alloc:
+        return live.alloc(event)
+    return live.free(event) if type(event) is Free else -1

@@ -50,7 +50,7 @@ class PlannedRun:
             )
 
 
-ENDLESS = PlannedRun()
+ENDLESS_RUN = PlannedRun()
 
 
 class StartupShare(NamedTuple):

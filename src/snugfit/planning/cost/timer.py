@@ -40,12 +40,12 @@ Timer = Callable[[Trace], Sequence[float]]
 kernels and the host's waits.
 """
 
-REMEMBERED_WORKS = 1_000
+CACHED_TIMINGS = 1_000
 """Largest number of cached timings. A timing has the launch and run seconds of a part of a step, such as the
 update.
 """
 
-REMEMBERED_KERNELS = 100_000
+CACHED_KERNELS = 100_000
 """Largest number of kernel objects whose properties are cached by the object's id."""
 
 
@@ -158,7 +158,7 @@ class GpuTimers:
         is cached."""
         known = self._copies.get(id(work))
         if known is None:
-            if len(self._copies) >= REMEMBERED_WORKS:
+            if len(self._copies) >= CACHED_TIMINGS:
                 self._copies.clear()
             known = self._copies[id(work)] = work, _copies_go(work.kernels)
         return known[1]
@@ -174,7 +174,7 @@ class GpuTimers:
     def _timing_of(self, work: Work) -> tuple[Work, list[QueueSegment], Any]:
         known = self._works.get(id(work))
         if known is None:
-            if len(self._works) >= REMEMBERED_WORKS:
+            if len(self._works) >= CACHED_TIMINGS:
                 self._works.clear()
             known = self._works[id(work)] = work, *self._segments(work.kernels, work.waits)
         return known
@@ -190,7 +190,7 @@ class GpuTimers:
         """Return the queue segments between the host's waits, and the device seconds of all kernels, of shape
         (GPUs,).
         """
-        if len(self._by_id) > REMEMBERED_KERNELS:
+        if len(self._by_id) > CACHED_KERNELS:
             self._by_id.clear()
         known = [self._by_id.get(id(kernel)) for kernel in kernels]
         numbers = [
@@ -206,12 +206,12 @@ class GpuTimers:
         number = self._numbers.get(kernel)
         if number is None:
             # The seconds of a kernel do not depend on its module.
-            alike = kernel._replace(module="")
-            if alike not in self._numbers:
-                self._numbers[alike] = self._rows
-                self._add_row(self._rows, alike)
+            without_module = kernel._replace(module="")
+            if without_module not in self._numbers:
+                self._numbers[without_module] = self._rows
+                self._add_row(self._rows, without_module)
                 self._rows += 1
-            number = self._numbers[kernel] = self._numbers[alike]
+            number = self._numbers[kernel] = self._numbers[without_module]
         self._by_id[id(kernel)] = kernel, number
         return number
 

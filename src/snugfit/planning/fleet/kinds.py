@@ -61,8 +61,8 @@ def refuse_gpu(gpu: Gpu, fixed: Kept) -> None:
     policy_for(gpu, Software())
     if gpu.memory_bytes is None:
         raise GpuError(f"{gpu.name}: the table has no figure for the memory that a process can use.")
-    if why := fixed.too_new(gpu.compute_capability):
-        raise GpuError(f"{gpu.name}: {why}")
+    if reason := fixed.too_new(gpu.compute_capability):
+        raise GpuError(f"{gpu.name}: {reason}")
 
 
 def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
@@ -76,7 +76,7 @@ def _kind(gpu: Gpu, looked_at: Sequence[type[Technique]]) -> Hashable:
         for technique in looked_at
         if technique.least_capability is None or policy.capability >= technique.least_capability
     )
-    return policy.may_share, allowed
+    return policy.sharing_key, allowed
 
 
 def _split(gpus: Sequence[Gpu]) -> list[list[Gpu]]:
@@ -108,24 +108,24 @@ def search_kinds(
     """
     begun, done, began, stopped = 0, 0, time.monotonic(), threading.Event()
 
-    def tell_for(gpus: int) -> Tell:
+    def callback_for(gpus: int) -> Tell:
         """Return a callback for progress messages that adds the current GPUs, and after the first search an
         estimate of the remaining seconds."""
         left = (time.monotonic() - began) / done * (len(kinds) - begun) if done else 0.0
         rest = f", then about {left:.0f} s more" if left else ""
         head = f"kind {begun} of {len(kinds)} ({gpus} GPUs): "
 
-        def tell_this(what: str) -> None:
+        def callback(message: str) -> None:
             # A search in another thread can be ended only when it reports its progress.
             if stopped.is_set():
                 raise _SearchStopped
-            tell(f"{head}{what}{rest}")
+            tell(f"{head}{message}{rest}")
 
-        return tell_this
+        return callback
 
     def answers(kind: Sequence[Gpu]) -> Iterator[_Answer]:
         try:
-            yield search(kind, max(1, workers // side_by_side), tell_for(len(kind)))
+            yield search(kind, max(1, workers // side_by_side), callback_for(len(kind)))
         except PoliciesDiffer:
             for part in _split(kind):
                 yield from answers(part)

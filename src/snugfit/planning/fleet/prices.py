@@ -24,7 +24,7 @@ HOUR = 3600
 SAMPLES = 1000
 """Number of samples to which a cost in USD refers."""
 
-DEAREST = 1e6
+MAX_PRICE = 1e6
 """Largest accepted price of a GPU, in USD an hour."""
 
 
@@ -36,18 +36,20 @@ class Prices:
     """Prices in USD an hour by key of the GPU, for the GPUs with a price from the user."""
 
     @classmethod
-    def of(cls, given: Iterable[tuple[object, object]], where: str) -> Self:
+    def of(cls, given: Iterable[tuple[object, object]], location: str) -> Self:
         """Return the prices from pairs of a GPU's name and its price.
 
-        Raises `UsageError`, whose message begins with `where`, for invalid prices. Raises `GpuError` for an
-        unknown or ambiguous GPU name.
+        Raises `UsageError`, whose message begins with `location`, for invalid prices. Raises `GpuError` for
+        an unknown or ambiguous GPU name.
         """
         per_hour: dict[str, float] = {}
         for name, price in given:
             key = find_gpu(str(name), exact=True).key
             if key in per_hour:
-                raise UsageError(f"{where}: {key} has two prices, {per_hour[key]:g} and {price}. Keep one.")
-            per_hour[key] = _price(price, f"{where}: {name}")
+                raise UsageError(
+                    f"{location}: {key} has two prices, {per_hour[key]:g} and {price}. Keep one."
+                )
+            per_hour[key] = _price(price, f"{location}: {name}")
         return cls(per_hour)
 
     def with_(self, stronger: Prices) -> Prices:
@@ -55,10 +57,12 @@ class Prices:
         return Prices({**self.per_hour, **stronger.per_hour})
 
 
-def _price(value: object, what: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= DEAREST:
+def _price(value: object, gpu_name: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_PRICE:
         return float(value)
-    raise UsageError(f"{what} costs {value!r}. A price must be a number above 0: USD per hour, such as 2.5.")
+    raise UsageError(
+        f"{gpu_name} costs {value!r}. A price must be a number above 0: USD per hour, such as 2.5."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

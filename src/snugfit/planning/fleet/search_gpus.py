@@ -40,7 +40,7 @@ from snugfit.planning.cost.timer import PerGpuTimers, TimersWithGaps, why_unknow
 from snugfit.planning.fleet.gpu_plans import GpuPlans, OnGpu
 from snugfit.planning.fleet.kinds import kinds_of, search_kinds
 from snugfit.planning.keep import Free, Keep
-from snugfit.planning.plan import NEARLY_AS_SMALL, Counts, nearest_miss
+from snugfit.planning.plan import EXTRA_BYTES_SHARE, Counts, nearest_miss
 from snugfit.planning.search.plan_request import PlanRequest
 from snugfit.planning.search.progress import Progress, Tell
 from snugfit.planning.search.search import best_of, front_of, search
@@ -51,7 +51,7 @@ from snugfit.prediction.device import policy_for
 from snugfit.prediction.profile import Software, installed_versions
 from snugfit.prediction.rates import rates_for
 from snugfit.prediction.startup import STARTUP_RATES, StartupRates
-from snugfit.prediction.worker_pool import Answer, Question, SpareProcesses, WorkerPool
+from snugfit.prediction.worker_pool import CallResult, Question, SpareProcesses, WorkerPool
 from snugfit.rehearsal.device.policy import PoliciesDiffer
 from snugfit.techniques.technique import Fidelity
 
@@ -87,7 +87,7 @@ def plan_gpus(
     start: Recipe | str | None = None,
     keep: Keep = None,
     free: Free = (),
-    tell: Tell = lambda what: None,
+    tell: Tell = lambda message: None,
 ) -> GpuPlans:
     """Return the best fitting recipe by `objective` on each of these GPUs, by default on all GPUs of the
     table.
@@ -101,19 +101,19 @@ def plan_gpus(
     from snugfit.planning.cost.parts_pool import can_travel
 
     gpus = gpus_of(gpus)
-    asked = PlanRequest.of(
+    request = PlanRequest.of(
         job, gpus, headroom=headroom, fidelity=fidelity, objective=objective, keep=keep, free=free,
         start=start, steps=steps, once=once, workers=workers, tell=tell, compares=True,
     )  # fmt: skip
-    workers = asked.workers
-    asked.load_ahead(clock_of)
-    kinds, answers = kinds_of(gpus, asked.fixed, asked.fidelity)
+    workers = request.workers
+    request.load_ahead(clock_of)
+    kinds, answers = kinds_of(gpus, request.fixed, request.fidelity)
     side_by_side = min(workers, len(kinds)) if clock_of is None and can_travel(job) else 1
     spare = SpareProcesses()
 
-    def search_kind(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindAnswer:
+    def search_kind(kind: Sequence[Gpu], workers: int, tell: Tell) -> _KindPlans:
         beside = spare if side_by_side > 1 else None
-        return _search_kind(replace(asked, gpus=kind, workers=workers, tell=tell), clock_of, beside)
+        return _search_kind(replace(request, gpus=kind, workers=workers, tell=tell), clock_of, beside)
 
     searched = search_kinds(
         search_kind, kinds, workers=workers, side_by_side=side_by_side, spare=spare, tell=tell
@@ -121,11 +121,11 @@ def plan_gpus(
     answers |= {on_gpu.key: on_gpu for answer in searched for on_gpu in answer.on_gpus}
     return GpuPlans(
         job=job,
-        fidelity=asked.fidelity.value,
+        fidelity=request.fidelity.value,
         objective=objective,
         steps=steps,
         answers=tuple(answers[gpu.key] for gpu in gpus),
-        kept=asked.fixed.listing(),
+        kept=request.fixed.listing(),
         counts=tuple(answer.counts for answer in searched),
         versions=installed_versions(),
     )
@@ -139,70 +139,70 @@ def gpus_of(gpus: Iterable[Gpu | str] | None) -> list[Gpu]:
     return list({gpu.key: gpu for gpu in map(find_gpu, named)}.values())
 
 
-class _KindAnswer(NamedTuple):
+class _KindPlans(NamedTuple):
     on_gpus: list[OnGpu]
     counts: Counts
 
 
-def _search_kind(asked: PlanRequest, clock_of: ClockOf | None, spare: SpareProcesses | None) -> _KindAnswer:
+def _search_kind(request: PlanRequest, clock_of: ClockOf | None, spare: SpareProcesses | None) -> _KindPlans:
     """Search the best recipes for GPUs that run the same kernels. The simulation imitates the GPU whose
     kernels need the least temporary memory.
 
     If other groups are searched concurrently, each worker has its own process, and `spare` counts processes
     that may help.
     """
-    gpus = sorted(asked.gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
-    asked, job, tell = replace(asked, gpus=gpus), asked.job, asked.tell
+    gpus = sorted(request.gpus, key=lambda gpu: policy_for(gpu, Software()).scratch_size)
+    request, job, tell = replace(request, gpus=gpus), request.job, request.tell
     timer = PerGpuTimers(tuple(map(clock_of, gpus))) if clock_of else TimersWithGaps.on(gpus)
-    headroom = {gpu.key: asked.headroom_on(gpu) for gpu in gpus}
+    headroom = {gpu.key: request.headroom_on(gpu) for gpu in gpus}
     with _IMPORTS:
         capability = gpus[0].compute_capability
         space = space_of(
-            job, fidelity=asked.fidelity, capability=capability, fixed=asked.fixed, many_gpus=True
+            job, fidelity=request.fidelity, capability=capability, fixed=request.fixed, many_gpus=True
         )
 
-    def answer(pool: WorkerPool) -> _KindAnswer:
-        searches = search_each(space, pool, gpus, headroom, _smallest(asked, timer), tell)
-        answers = [_on_gpu(one, job, timed=clock_of is None) for one in searches]
-        return _KindAnswer(answers, _counts(searches))
+    def answer(pool: WorkerPool) -> _KindPlans:
+        searches = search_each(space, pool, gpus, headroom, _smallest(request, timer), tell)
+        answers = [_on_gpu(gpu_search, job, timed=clock_of is None) for gpu_search in searches]
+        return _KindPlans(answers, _counts(searches))
 
-    return asked.with_pool(answer, timer, spare)
+    return request.with_pool(answer, timer, spare)
 
 
-def _smallest(asked: PlanRequest, timer: Timer) -> list[bool]:
+def _smallest(request: PlanRequest, timer: Timer) -> list[bool]:
     """Return, for each GPU, True if its search is for the least memory: by request, or because its seconds
     are unknown.
     """
-    indices = timer.indices if isinstance(timer, TimersWithGaps) else range(len(asked.gpus))
-    return [asked.wants_smallest or index is None for index in indices]
+    indices = timer.indices if isinstance(timer, TimersWithGaps) else range(len(request.gpus))
+    return [request.wants_smallest or index is None for index in indices]
 
 
 def _counts(searches: Sequence[SearchOfGpu]) -> Counts:
     """Return the numbers of recipes that all these searches considered and simulated."""
-    states = [one.state for one in searches]
+    states = [gpu_search.state for gpu_search in searches]
     candidates = states[0].space.candidates
     return replace(
         states[0].counts(),
         passes=len({candidates[number].passes for state in states for number in state.bounds}),
-        replayed=len({number for state in states for number in state.judged}),
+        replayed=len({number for state in states for number in state.evaluated}),
     )
 
 
-def _on_gpu(one: SearchOfGpu, job: Job, *, timed: bool) -> OnGpu:
-    why = why_unknown(one.gpu) if timed else ""
-    rates = rates_for(one.gpu) if timed and not why else None
-    figures = one.state.judged[one.answer]
+def _on_gpu(gpu_search: SearchOfGpu, job: Job, *, timed: bool) -> OnGpu:
+    reason = why_unknown(gpu_search.gpu) if timed else ""
+    rates = rates_for(gpu_search.gpu) if timed and not reason else None
+    figures = gpu_search.state.evaluated[gpu_search.answer]
     peak = figures.peak_seconds if rates else 0.0
     return OnGpu(
-        gpu=one.gpu,
-        fits=figures.needed_bytes <= one.memory_bytes,
-        headroom_bytes=one.headroom_bytes,
-        choice=one.state.choice(one.answer, job.batch_size),
-        verified=one.verified,
+        gpu=gpu_search.gpu,
+        fits=figures.needed_bytes <= gpu_search.memory_bytes,
+        headroom_bytes=gpu_search.headroom_bytes,
+        choice=gpu_search.state.choice(gpu_search.answer, job.batch_size),
+        verified=gpu_search.verified,
         rates=rates.source if rates else "",
         measured_rates=rates.measured if rates else None,
         mfu=peak / figures.step_seconds if peak else None,
-        why=why,
+        why=reason,
         doubts=figures.doubts,
     )
 
@@ -229,8 +229,8 @@ class SearchOfGpu:
         self.state = SearchState(
             space,
             memory_bytes=self.memory_bytes - headroom_bytes,
-            beyond=NEARLY_AS_SMALL,
-            nearly=0.0 if smallest else NEARLY_AS_SMALL,
+            beyond=EXTRA_BYTES_SHARE,
+            nearly=0.0 if smallest else EXTRA_BYTES_SHARE,
             slowest=1 + AS_FAST,
         )
         # If only the smallest recipe is needed, no candidate belongs on the Pareto front.
@@ -256,7 +256,7 @@ class SearchOfGpu:
             self._kinds = search(state, self._pool, self._tell, smallest=self._smallest, kinds=self._kinds)
             front = front_of(state)
             best = best_of(state, self._pool, front, self.memory_bytes, smallest=self._smallest)
-            sizes = [state.judged[number].needed_bytes for number in front]
+            sizes = [state.evaluated[number].needed_bytes for number in front]
             miss = nearest_miss(sizes, "memory" if self._smallest else "speed")
             self.answer = front[miss] if best is None else best
             # Corrected bytes may make another recipe the best, so the search continues with them.
@@ -270,11 +270,11 @@ class SearchOfGpu:
         represents the group, `own` for this GPU.
         """
         number, state = self.answer, self.state
-        figures = self._found.setdefault(number, state.judged[number])
+        figures = self._found.setdefault(number, state.evaluated[number])
         as_long = math.isclose(own.seconds, figures.seconds, rel_tol=SAME_SECONDS)
         self.verified = as_long and by_search[:3] == figures[:3]
         if self.verified:
-            more = [one - two for one, two in zip(own[:3], by_search[:3], strict=True)]
+            more = [exact - two for exact, two in zip(own[:3], by_search[:3], strict=True)]
             self._more.setdefault(state.passes_of(number), more)
         state.correct({number: own})
         self._add_own_bytes()
@@ -288,7 +288,7 @@ class SearchOfGpu:
         without = {number, *state.siblings(number)}.difference(self._found) if any(more) else set()
         corrected = {}
         for other in without:
-            figures = self._found[other] = state.judged[other]
+            figures = self._found[other] = state.evaluated[other]
             requested, allocated, reserved = (a + b for a, b in zip(figures[:3], more, strict=True))
             corrected[other] = figures._replace(
                 requested_bytes=requested, allocated_bytes=allocated, reserved_bytes=reserved
@@ -311,17 +311,17 @@ def search_each(
     searches = []
     for index, gpu in enumerate(gpus):
 
-        def tell_of(what: str, begun: str = f"GPU {index + 1} of {len(gpus)}: ") -> None:
-            tell(begun + what)
+        def callback_for(message: str, begun: str = f"GPU {index + 1} of {len(gpus)}: ") -> None:
+            tell(begun + message)
 
-        one = SearchOfGpu(
-            space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=tell_of
+        gpu_search = SearchOfGpu(
+            space, results.of_gpu(index), gpu, headroom[gpu.key], smallest=smallest[index], tell=callback_for
         )
         # The searches share the worker processes, and so the simulations that each worker has cached.
-        one.state.worker_of = workers
-        searches.append(one)
+        gpu_search.state.worker_of = workers
+        searches.append(gpu_search)
     # If a search's best recipe changed after its full simulation, the new one is simulated too.
-    while unsettled := [index for index, one in enumerate(searches) if one.verified is None]:
+    while unsettled := [index for index, gpu_search in enumerate(searches) if gpu_search.verified is None]:
         for index in unsettled:
             searches[index].run()
         _simulate_answers(space, pool, {index: searches[index] for index in unsettled}, tell)
@@ -340,8 +340,8 @@ def _simulate_answers(
     recipes with the same trace.
     """
     indices: dict[int, list[int]] = defaultdict(list)
-    for index, one in searches.items():
-        indices[one.answer].append(index)
+    for index, gpu_search in searches.items():
+        indices[gpu_search.answer].append(index)
     by_trace: dict[int, list[int]] = defaultdict(list)
     for number in indices:
         by_trace[space.candidates[number].trace].append(number)
@@ -379,7 +379,7 @@ class SharedResults:
         """Return a worker pool that returns only the results for the GPU with this index."""
         return _PoolOfGpu(self, index)
 
-    def unknown(self, question: Question) -> list[Setup]:
+    def setups_to_run(self, question: Question) -> list[Setup]:
         """Return the Setups of this method call whose results are not in the cache."""
         (setups,) = question.arguments
         return [setup for setup in setups if (question.method, id(setup)) not in self._known]
@@ -392,18 +392,20 @@ class SharedResults:
             raise value
         (setups,) = question.arguments
         values = [value] * len(setups) if isinstance(value, SnugfitError) else value
-        self._known |= {(question.method, id(setup)): one for setup, one in zip(setups, values, strict=True)}
+        self._known |= {
+            (question.method, id(setup)): result for setup, result in zip(setups, values, strict=True)
+        }
 
     def value(self, question: Question, index: int) -> Any:
         """Return the cached results for the GPU `index`, one for each Setup of the method call. Return a
-        single error if all have the same one, or if any exact evaluation (`judge`) failed.
+        single error if all have the same one, or if any exact evaluation (`evaluate`) failed.
         """
         (setups,) = question.arguments
         values = [self._known[question.method, id(setup)] for setup in setups]
-        errors = [one for one in values if isinstance(one, SnugfitError)]
-        if errors and (question.method == "judge" or all(one is errors[0] for one in values)):
+        errors = [value for value in values if isinstance(value, SnugfitError)]
+        if errors and (question.method == "evaluate" or all(value is errors[0] for value in values)):
             return errors[0]
-        return [one if isinstance(one, SnugfitError) else one[index : index + 1] for one in values]
+        return [value if isinstance(value, SnugfitError) else value[index : index + 1] for value in values]
 
 
 class _PoolOfGpu(WorkerPool):
@@ -414,28 +416,30 @@ class _PoolOfGpu(WorkerPool):
         super().__init__(results.pool.workers)
         self._results, self._index = results, index
 
-    def answers(self, ask: Callable[[int], Question | None], *, helped: bool = False) -> Iterator[Answer]:
-        """Yield the results of method calls as `WorkerPool.answers` does; cached results need no worker."""
-        asked: dict[int, tuple[Question, Question]] = {}
+    def results(
+        self, next_call: Callable[[int], Question | None], *, helped: bool = False
+    ) -> Iterator[CallResult]:
+        """Yield the results of method calls as `WorkerPool.results` does; cached results need no worker."""
+        pending: dict[int, tuple[Question, Question]] = {}
         known: list[Question] = []
 
-        def ask_for_rest(worker: int) -> Question | None:
+        def request_rest(worker: int) -> Question | None:
             # A known answer is delivered before the worker gets a further question.
-            if known or (question := ask(worker)) is None:
+            if known or (question := next_call(worker)) is None:
                 return None
-            if not (setups := self._results.unknown(question)):
+            if not (setups := self._results.setups_to_run(question)):
                 known.append(question)
                 return None
             rest = question._replace(arguments=(setups,))
-            asked[question.number] = question, rest
+            pending[question.number] = question, rest
             return rest
 
         while True:
-            for number, value in self._results.pool.answers(ask_for_rest, helped=helped):
-                question, rest = asked.pop(number)
+            for number, value in self._results.pool.results(request_rest, helped=helped):
+                question, rest = pending.pop(number)
                 self._results.learn(rest, value)
-                yield Answer(number, self._results.value(question, self._index))
+                yield CallResult(number, self._results.value(question, self._index))
             if not known:
                 return
             question = known.pop()
-            yield Answer(question.number, self._results.value(question, self._index))
+            yield CallResult(question.number, self._results.value(question, self._index))

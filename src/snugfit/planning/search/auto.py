@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from snugfit.errors import NothingFits, SnugfitError, UsageError
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.search.mixture import (
+    MixtureTrial,
     RecomputingLine,
-    Tried,
     find_mixture,
     grades_of,
     guess_between,
@@ -57,16 +57,16 @@ NO_LIMIT = (
 )
 
 
-class Resolved(NamedTuple):
+class ResolvedRecipe(NamedTuple):
     """Result of replacing `auto` in a recipe: a recipe with concrete settings, and the reason for them."""
 
     recipe: Recipe
-    why: str
+    reason: str
     """Sentence that names the techniques in place of `auto`, and the reason for them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object that `Resolved.from_json` reads."""
-        return {"recipe": self.recipe.to_json(), "why": self.why}
+        return {"recipe": self.recipe.to_json(), "why": self.reason}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -104,7 +104,7 @@ def predict(
     Raises `UsageError` for invalid arguments and `RehearsalError` for a step that cannot be simulated. Raises
     `NothingFits` if no replacement of `auto` fits.
     """
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "gpu": gpu, "memory_bytes": memory_bytes, "headroom": headroom, "loop": loop, "software": software,
         "trainer_class": trainer_class, "rates": rates,
     }  # fmt: skip
@@ -112,100 +112,102 @@ def predict(
     if rest is not None and gpus != 1:
         raise UsageError(AUTO_ALONE)
     if rest is not None:
-        recipe, why = resolve(job, rest, **how)
-        logging.getLogger("snugfit").warning("%s", why)
-    return predict_recipe(job, recipe, gpus=gpus, **how)
+        recipe, reason = resolve(job, rest, **options)
+        logging.getLogger("snugfit").warning("%s", reason)
+    return predict_recipe(job, recipe, gpus=gpus, **options)
 
 
 def resolve(
     job: Job,
-    rest: Recipe | str,
+    fixed: Recipe | str,
     *,
     gpu: Gpu | str | None = None,
     memory_bytes: int | None = None,
-    **how: Any,
-) -> Resolved:
-    """Return the recipe `rest` with the least recomputing and offloading with which it fits, and the reason.
+    **options: Any,
+) -> ResolvedRecipe:
+    """Return the recipe `fixed` with the least recomputing and offloading with which it fits, and the reason.
 
-    `how` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
+    `options` is passed to `predict`. Raises `UsageError` without a limit, and `NothingFits` if nothing fits.
     """
     if gpu is None and memory_bytes is None:
         raise UsageError(NO_LIMIT)
     gpu = find_gpu(gpu) if gpu is not None else None
-    base = rest if isinstance(rest, Recipe) else Recipe.parse(rest)
-    asked = _Asked(job, {"gpu": gpu, "memory_bytes": memory_bytes, **how})
-    if asked.leaves_headroom(base):
-        return _resolve_to(base, "all activations fit", asked)
+    base = fixed if isinstance(fixed, Recipe) else Recipe.parse(fixed)
+    search = _AutoSearch(job, {"gpu": gpu, "memory_bytes": memory_bytes, **options})
+    if search.leaves_headroom(base):
+        return _resolve_to(base, "all activations fit", search)
     recomputing = [*grades_of(Slot.CHECKPOINTING, job), *_each_layer(job)]
-    again = [recipe for one in recomputing if is_valid(recipe := base.with_(one), job)]
+    again = [recipe for technique in recomputing if is_valid(recipe := base.with_(technique), job)]
     last = base
     # A model may have no layers to recompute, so the last of these is predicted first.
-    if again and asked.is_known(again[-1]):
+    if again and search.is_known(again[-1]):
         last = again[-1]
-        if asked.leaves_headroom(last):
-            least = asked.least([base, *again])
-            mixed = _faster_mixture(asked, base, last, again.index(least) + 1, gpu)
-            needed = show_bytes(asked.needed_bytes(base))
+        if search.leaves_headroom(last):
+            least = search.least([base, *again])
+            mixed = _faster_mixture(search, base, last, again.index(least) + 1, gpu)
+            needed = show_bytes(search.needed_bytes(base))
             because = f"it does not fit with fewer recomputed layers: without any it needs {needed}"
             if mixed is not None:
                 because += ", and copying in the background takes less time than computing again"
-            return _resolve_to(mixed or least, because, asked)
+            return _resolve_to(mixed or least, because, search)
     hosts = [*grades_of(Slot.ACTIVATION_OFFLOAD, job), *_all_on_host()]
     # Activations are sent to the host only in addition to recomputation.
-    sent = [recipe for one in hosts if is_valid(recipe := last.with_(one), job)]
-    if sent and asked.is_known(sent[-1]):
-        if asked.leaves_headroom(sent[-1]):
-            least = asked.least([last, *sent])
-            needed = show_bytes(asked.needed_bytes(last))
+    sent = [recipe for technique in hosts if is_valid(recipe := last.with_(technique), job)]
+    if sent and search.is_known(sent[-1]):
+        if search.leaves_headroom(sent[-1]):
+            least = search.least([last, *sent])
+            needed = show_bytes(search.needed_bytes(last))
             because = f"recomputing every layer is not enough: it still needs {needed}"
-            return _resolve_to(least, because, asked)
+            return _resolve_to(least, because, search)
         last = sent[-1]
-    if asked.needed_bytes(last) <= asked.memory:
+    if search.needed_bytes(last) <= search.memory:
         return _resolve_to(
-            last, "less recomputing does not fit, and this leaves less than the headroom", asked
+            last, "less recomputing does not fit, and this leaves less than the headroom", search
         )
-    lacking = show_bytes(asked.needed_bytes(last) - asked.memory)
+    lacking = show_bytes(search.needed_bytes(last) - search.memory)
     raise NothingFits(
-        f"auto: even {last} needs {show_bytes(asked.needed_bytes(last))}, {lacking} more than there is. "
+        f"auto: even {last} needs {show_bytes(search.needed_bytes(last))}, {lacking} more than there is. "
         "snugfit plan looks at every other technique too; or try micro_batches, or a larger GPU."
     )
 
 
-def _faster_mixture(asked: _Asked, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None) -> Recipe | None:
+def _faster_mixture(
+    search: _AutoSearch, base: Recipe, full: Recipe, gone: int, gpu: Gpu | None
+) -> Recipe | None:
     """Return a faster recipe that frees the activations of `gone` layers, some of them by offloading. Return
     None if no recipe is clearly faster, by more than `AS_FAST`.
     """
-    mixture = mixture_of(asked.job, link_of(gpu))
+    mixture = mixture_of(search.job, link_of(gpu))
     if mixture is None or gone >= mixture.layers:
         return None
 
-    def look(recipe: Recipe) -> Tried | None:
-        known = asked.is_known(recipe)
-        return Tried(recipe, asked.lacking(recipe), asked.seconds(recipe)) if known else None
+    def look(recipe: Recipe) -> MixtureTrial | None:
+        known = search.is_known(recipe)
+        return MixtureTrial(recipe, search.lacking(recipe), search.seconds(recipe)) if known else None
 
     line = RecomputingLine(
-        asked.needed_bytes(base), asked.seconds(base), asked.needed_bytes(full), asked.seconds(full)
+        search.needed_bytes(base), search.seconds(base), search.needed_bytes(full), search.seconds(full)
     )
-    most = asked.seconds(mixture.with_recomputing(base, gone))
+    most = search.seconds(mixture.with_recomputing(base, gone))
     return find_mixture(mixture, line, base, gone, most, look)
 
 
 @dataclass
-class _Asked:
+class _AutoSearch:
     """Cache of the predictions of one job's recipes, while `auto` is replaced."""
 
     job: Job
-    how: Mapping[str, Any]
-    known: dict[Recipe, Prediction | SnugfitError] = field(default_factory=dict)
+    options: Mapping[str, Any]
+    predictions: dict[Recipe, Prediction | SnugfitError] = field(default_factory=dict)
 
     def of(self, recipe: Recipe) -> Prediction:
         """Return the prediction of a recipe. Raises `SnugfitError` if it is impossible."""
-        if recipe not in self.known:
+        if recipe not in self.predictions:
             try:
-                self.known[recipe] = predict_recipe(self.job, recipe, **self.how)
+                self.predictions[recipe] = predict_recipe(self.job, recipe, **self.options)
             except SnugfitError as refused:
-                self.known[recipe] = refused
-        answer = self.known[recipe]
+                self.predictions[recipe] = refused
+        answer = self.predictions[recipe]
         if isinstance(answer, SnugfitError):
             raise answer
         return answer
@@ -223,7 +225,9 @@ class _Asked:
     def memory(self) -> int:
         """Bytes of GPU memory that may be used."""
         # All predictions have the same memory limit, by default the GPU's memory.
-        first = next(one for one in self.known.values() if not isinstance(one, SnugfitError))
+        first = next(
+            figures for figures in self.predictions.values() if not isinstance(figures, SnugfitError)
+        )
         return first.memory_bytes or 0
 
     def needed_bytes(self, recipe: Recipe) -> int:
@@ -264,18 +268,18 @@ class _Asked:
         return recipes[high]
 
 
-def _resolve_to(recipe: Recipe, because: str, asked: _Asked) -> Resolved:
+def _resolve_to(recipe: Recipe, cause: str, search: _AutoSearch) -> ResolvedRecipe:
     words = " + ".join(str(recipe[slot]) for slot in AUTO_SLOTS if not recipe[slot].plain)
     words = words or str(recipe[Slot.CHECKPOINTING])
-    needs = f"it needs {show_bytes(asked.needed_bytes(recipe))} of {show_bytes(asked.memory)}"
-    return Resolved(recipe, f"auto: {words}, because {because}; {needs}")
+    needs = f"it needs {show_bytes(search.needed_bytes(recipe))} of {show_bytes(search.memory)}"
+    return ResolvedRecipe(recipe, f"auto: {words}, because {cause}; {needs}")
 
 
 def _each_layer(job: Job) -> list[Technique]:
     """Return a list with the technique that recomputes each layer; empty if there is none."""
     kinds = [kind for kind in roster.techniques() if kind.slot is Slot.CHECKPOINTING]
-    settings = [one for kind in kinds for one in kind.settings(job)]
-    return [one for one in settings if one.value == EVERY_LAYER][:1]
+    settings = [technique for kind in kinds for technique in kind.settings(job)]
+    return [technique for technique in settings if technique.value == EVERY_LAYER][:1]
 
 
 def _all_on_host() -> list[Technique]:

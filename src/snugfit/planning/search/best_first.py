@@ -3,7 +3,7 @@
 Each candidate with lower bounds has a minimum number of seconds. So has each group of candidates with the
 same forward and backward passes that waits for bounds. The fastest comes first, since its result makes most
 slower ones unnecessary. A free worker takes tasks that are slower than those of other workers only up to
-`AHEAD_SHARE`. It takes no group whose bounds depend on a pending result of another worker.
+`LOOKAHEAD_SHARE`. It takes no group whose bounds depend on a pending result of another worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.planning.search.screening import groups_by_passes, note
 from snugfit.planning.search.state import SPEED_RESOLUTION
-from snugfit.prediction.worker_pool import Answer, Question
+from snugfit.prediction.worker_pool import CallResult, Question
 
 if TYPE_CHECKING:
     from snugfit.planning.search.progress import Tell
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snugfit.planning.search.state import SearchState
     from snugfit.prediction.worker_pool import WorkerPool
 
-AHEAD_SHARE = 2.0
+LOOKAHEAD_SHARE = 2.0
 """Share by which the least possible seconds of a task's recipes may exceed those of other workers' tasks
 (chosen).
 """
@@ -39,7 +39,7 @@ class _SearchTask(NamedTuple):
     numbers: list[int]
 
 
-class _Needed(NamedTuple):
+class _NeededRecipes(NamedTuple):
     """Cache entry: the recipes of one group that the search still needs, with the number of results at that
     time.
     """
@@ -68,7 +68,7 @@ class BestFirst:
         processed first.
         """
         self._results = 0
-        self._needed: dict[int, _Needed] = {}
+        self._needed: dict[int, _NeededRecipes] = {}
         """Candidates that the search still needed at the last check of a postponed group, by group."""
         self._stale = set(kinds.waiting)
         """Groups of postponed recipes to check again, because results came after their last check."""
@@ -78,15 +78,15 @@ class BestFirst:
         """Heap of recipes to simulate exactly, grouped by trace: least seconds, least bytes, and recipe
         numbers.
         """
-        self._add_groups(number for number in state.bounds if number not in state.judged)
+        self._add_groups(number for number in state.bounds if number not in state.evaluated)
 
     def run(self, pool: WorkerPool) -> None:
         """Run the search until no candidate is needed. Raises `BelowLowerBound`."""
         self.tell(f"estimating {len(self._unbounded)} groups of recipes")
-        for answer in pool.answers(self._next_question, helped=True):
+        for answer in pool.results(self._next_question, helped=True):
             self._learn(answer)
             state = self.state
-            self.tell(f"{state.kinds} groups of recipes estimated, {len(state.judged)} recipes checked")
+            self.tell(f"{state.kinds} groups of recipes estimated, {len(state.evaluated)} recipes checked")
 
     # ---- the next question -------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class BestFirst:
         # The complement (a negative number) separates tasks for lower bounds from exact simulations.
         number = ~first if screens else first
         self._tasks[number] = task
-        setups = [self.state.space.candidates[one].setup for one in task.numbers]
+        setups = [self.state.space.candidates[index].setup for index in task.numbers]
         return Question(number, task.method, (setups,))
 
     def _unbounded_task(self, worker: int) -> _SearchTask | None:
@@ -117,25 +117,25 @@ class BestFirst:
     def _fastest_task(self, worker: int) -> _SearchTask | None:
         """Return the task with the least possible seconds per step that this worker may take."""
         now = min((task.seconds for task in self._tasks.values()), default=math.inf)
-        judged = self._next_judged(worker, now * (1 + AHEAD_SHARE))
-        most = judged.seconds if judged else now * (1 + AHEAD_SHARE)
+        evaluation = self._next_to_evaluate(worker, now * (1 + LOOKAHEAD_SHARE))
+        most = evaluation.seconds if evaluation else now * (1 + LOOKAHEAD_SHARE)
         # Postponed groups can be compared only with the lower bounds of recipes that recompute nothing.
         screened = None if self._awaits_first_bounds() else self._next_screened(worker, most, now)
         # The exact simulation waits until a group that may be faster has lower bounds.
-        if screened is not None and judged is not None:
-            self._push_group(judged.numbers)
-        return screened or judged
+        if screened is not None and evaluation is not None:
+            self._push_group(evaluation.numbers)
+        return screened or evaluation
 
     def _awaits_first_bounds(self) -> bool:
         return bool(self._unbounded) or any(task.seconds == math.inf for task in self._tasks.values())
 
-    def _next_judged(self, worker: int, most: float) -> _SearchTask | None:
+    def _next_to_evaluate(self, worker: int, most: float) -> _SearchTask | None:
         passed, task = [], None
         while self._groups and self._groups[0][0] <= most and task is None:
             entry = heapq.heappop(self._groups)
             numbers = [number for number in entry[-1] if not self.state.is_dominated(number)]
             if numbers and self.state.may_be_for(worker, numbers[0]):
-                task = self._smallest_of_alike(worker, _SearchTask("judge", entry[0], numbers))
+                task = self._smallest_of_alike(worker, _SearchTask("evaluate", entry[0], numbers))
             elif numbers:
                 passed.append(entry)
         for entry in passed:
@@ -153,21 +153,23 @@ class BestFirst:
             (group, numbers)
             for group in self._groups
             if group[0] <= most
-            and (numbers := [one for one in group[-1] if not self.state.is_dominated(one)])
+            and (numbers := [number for number in group[-1] if not self.state.is_dominated(number)])
             and self.state.may_be_for(worker, numbers[0])
         ]
-        smallest = min(alike, key=lambda one: one[0][1], default=None)
-        if smallest is None or smallest[0][1] >= min(bounds[one].needed_bytes for one in fastest.numbers):
+        smallest = min(alike, key=lambda number: number[0][1], default=None)
+        if smallest is None or smallest[0][1] >= min(
+            bounds[number].needed_bytes for number in fastest.numbers
+        ):
             return fastest
         # The fastest recipe with these passes makes the others unnecessary.
         passes = self.state.passes_of(smallest[1][0])
         if self.state.passes_of(fastest.numbers[0]) == passes:
             return fastest
-        group, numbers = min(one for one in alike if self.state.passes_of(one[1][0]) == passes)
+        group, numbers = min(number for number in alike if self.state.passes_of(number[1][0]) == passes)
         self._groups.remove(group)
         heapq.heapify(self._groups)
         self._push_group(fastest.numbers)
-        return _SearchTask("judge", group[0], numbers)
+        return _SearchTask("evaluate", group[0], numbers)
 
     def _next_screened(self, worker: int, most: float, now: float) -> _SearchTask | None:
         """Return the task to compute lower bounds for a group of recipes that may take less than `most`
@@ -206,13 +208,13 @@ class BestFirst:
             if needed.seconds < most and kind in waiting
         )
 
-    def _examine(self, kind: int) -> _Needed:
+    def _examine(self, kind: int) -> _NeededRecipes:
         """Return the candidates of a group that are still needed, given the current results."""
         needed = self._needed.get(kind)
         if needed is None or needed.results != self._results:
             numbers = self.kinds.needed_of(kind)
             seconds = self.kinds.least_seconds_of(numbers) if numbers else math.inf
-            needed = self._needed[kind] = _Needed(self._results, numbers, seconds)
+            needed = self._needed[kind] = _NeededRecipes(self._results, numbers, seconds)
         return needed
 
     def _may_screen(self, worker: int, number: int) -> bool:
@@ -220,12 +222,12 @@ class BestFirst:
 
     # ---- the answers -------------------------------------------------------------------------------------
 
-    def _learn(self, answer: Answer) -> None:
+    def _learn(self, answer: CallResult) -> None:
         task = self._tasks.pop(answer.number)
         self._results += 1
         self._complete = False
-        if task.method == "judge":
-            self.state.learn_group(task.numbers, answer.value)
+        if task.method == "evaluate":
+            self.state.store_group(task.numbers, answer.value)
             kinds = self.kinds.kinds_by(task.numbers)
         else:
             screening = note(self.state.space, task.numbers, answer.value)

@@ -31,8 +31,8 @@ from snugfit.errors import SnugfitError
 from snugfit.planning.cost.figures import Bound, Figures
 from snugfit.planning.search.mixture import (
     Mixture,
+    MixtureTrial,
     RecomputingLine,
-    Tried,
     find_mixture,
     guess_between,
     is_valid,
@@ -67,13 +67,13 @@ KEPT_RECIPES = 2
 ROUNDS = 4
 """Largest number of rounds for one recipe; each simulates up to two numbers of recomputed layers."""
 
-NEVER_SEEN = 0.25
+ASSUMED_RECOMPUTE_SHARE = 0.25
 """Assumed share of a step's seconds that the recomputation of each layer adds, if no simulated step shows it.
 A forward pass has a third of a step's FLOPs.
 """
 
 
-class _UnfitAndRecomputed(NamedTuple):
+class _RecomputedPair(NamedTuple):
     """A recipe that recomputes nothing and does not fit, paired with the same recipe with each layer
     recomputed.
     """
@@ -147,7 +147,7 @@ def find_recomputed(
         state.graded.add(state.space.candidates[between.number].sized)
         memory, base = state.memory_bytes or 0, state.space.candidates[between.number].recipe
 
-        def may_be_fastest(cost: float, share: float, between: _UnfitAndRecomputed = between) -> bool:
+        def may_be_fastest(cost: float, share: float, between: _RecomputedPair = between) -> bool:
             return between.seconds_at(share * cost) < state.fastest_that_fits * (1 - AS_FAST)
 
         if mixture is not None and may_be_fastest(1.0, between.share(memory)):
@@ -164,21 +164,21 @@ def find_recomputed(
 
 
 def _evaluate_mixtures(
-    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, mixture: Mixture
+    state: SearchState, pool: WorkerPool, between: _RecomputedPair, mixture: Mixture
 ) -> None:
     """Simulate recipes that offload activations of some layers to the host and recompute others. Add those
     that fit and are faster than all others that fit to the search.
     """
     memory = state.memory_bytes or 0
 
-    def look(recipe: Recipe) -> Tried | None:
-        judged = judge_recipe(state, pool, recipe)
-        if judged is None:
+    def look(recipe: Recipe) -> MixtureTrial | None:
+        evaluation = evaluate_recipe(state, pool, recipe)
+        if evaluation is None:
             return None
-        lacking = judged[1].needed_bytes - memory
-        if lacking <= 0 and judged[1].seconds < state.fastest_that_fits:
-            add_candidate(state, *judged)
-        return Tried(judged[0], lacking, judged[1].seconds)
+        lacking = evaluation[1].needed_bytes - memory
+        if lacking <= 0 and evaluation[1].seconds < state.fastest_that_fits:
+            add_candidate(state, *evaluation)
+        return MixtureTrial(evaluation[0], lacking, evaluation[1].seconds)
 
     base = state.space.candidates[between.number].recipe
     gone = between.layers_within(memory, mixture.layers)
@@ -204,11 +204,11 @@ def _find_smaller(state: SearchState, pool: WorkerPool, job: Job, slot: Slot, te
         *settings, last = smaller[base[slot]]
         tell(f"searching the fewest layers for {last.name}")
         # The last setting frees the most bytes. If it does not fit, no other setting does.
-        least = judge_recipe(state, pool, base.with_(last))
+        least = evaluate_recipe(state, pool, base.with_(last))
         if least is None or not state.fits(least[1].needed_bytes):
             continue
-        known = state.judged.get(number) or state.bounds[number]
-        between = _UnfitAndRecomputed(
+        known = state.evaluated.get(number) or state.bounds[number]
+        between = _RecomputedPair(
             number, known.needed_bytes, known.seconds, least[1].needed_bytes, least[1].seconds
         )
         enough = _least_that_fits(state, pool, between, settings) or least
@@ -227,7 +227,7 @@ def _fastest_too_large(
     most, plain = state.fastest_that_fits * (1 - AS_FAST), roster.plain(Slot.CHECKPOINTING)
     seconds: dict[int, float] = {}
     for number, bound in state.bounds.items():
-        candidate, known = state.space.candidates[number], state.judged.get(number) or bound
+        candidate, known = state.space.candidates[number], state.evaluated.get(number) or bound
         of_slot = smaller.get(candidate.recipe[slot])
         if not of_slot or candidate.recipe[Slot.CHECKPOINTING] != plain or candidate.sized in tried:
             continue
@@ -240,7 +240,7 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
     """Search the setting with the fewest layers that fits, for the fastest recipes that fit with the
     technique in all layers. Add those that are faster.
     """
-    fitting = [number for number in state.front() if state.fits(state.judged[number].needed_bytes)]
+    fitting = [number for number in state.front() if state.fits(state.evaluated[number].needed_bytes)]
     for number in fitting[:KEPT_RECIPES]:
         base = state.space.candidates[number].recipe
         low, high = 0, len(lesser) + 1  # indices: the last that does not fit, and the first that does
@@ -248,18 +248,18 @@ def _find_lesser(state: SearchState, pool: WorkerPool, slot: Slot, lesser: Seque
             if high - low <= 1:
                 break
             middle = (low + high) // 2
-            judged = judge_recipe(state, pool, base.with_(lesser[middle - 1]))
-            if judged is None:
+            evaluation = evaluate_recipe(state, pool, base.with_(lesser[middle - 1]))
+            if evaluation is None:
                 break
-            if state.fits(judged[1].needed_bytes):
+            if state.fits(evaluation[1].needed_bytes):
                 high = middle
-                if judged[1].seconds < state.fastest_that_fits:
-                    add_candidate(state, *judged)
+                if evaluation[1].seconds < state.fastest_that_fits:
+                    add_candidate(state, *evaluation)
             else:
                 low = middle
 
 
-def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRecomputed | None:
+def _most_promising(state: SearchState, slot: Slot, cost: float) -> _RecomputedPair | None:
     """Return the recipe with the least estimated seconds if just enough layers are recomputed, the simplest
     of equally fast ones. Recipes with the same passes as those in `state.graded` are skipped.
 
@@ -283,31 +283,31 @@ def _most_promising(state: SearchState, slot: Slot, cost: float) -> _UnfitAndRec
     )
 
 
-def _lines(state: SearchState, slot: Slot) -> Iterator[_UnfitAndRecomputed]:
+def _lines(state: SearchState, slot: Slot) -> Iterator[_RecomputedPair]:
     """Yield pairs of recipes: one that recomputes nothing and does not fit, and one with each layer
     recomputed that may fit.
     """
     space, plain = state.space, roster.plain(slot)
-    every = next((one for one in space.offers(slot) if one.value == EVERY_LAYER), None)
+    every = next((technique for technique in space.offers(slot) if technique.value == EVERY_LAYER), None)
     for number, bound in state.bounds.items():
-        known = state.judged.get(number) or bound
+        known = state.evaluated.get(number) or bound
         is_plain = space.candidates[number].recipe[slot] == plain
         if not is_plain or state.fits(known.needed_bytes) or every is None:
             continue
         other = space.variant(number, every)
         if other is None:
             continue
-        full = state.judged.get(other) or state.bounds.get(other)
+        full = state.evaluated.get(other) or state.bounds.get(other)
         # If the recipe with each layer recomputed was not simulated, only the bytes of the update are
         # certain.
         least = full.needed_bytes if full else bound.resting_bytes
         if state.fits(least):
-            most = max(full.seconds, known.seconds) if full else known.seconds * (1 + NEVER_SEEN)
-            yield _UnfitAndRecomputed(number, known.needed_bytes, known.seconds, least, most)
+            most = max(full.seconds, known.seconds) if full else known.seconds * (1 + ASSUMED_RECOMPUTE_SHARE)
+            yield _RecomputedPair(number, known.needed_bytes, known.seconds, least, most)
 
 
 def _least_that_fits(
-    state: SearchState, pool: WorkerPool, between: _UnfitAndRecomputed, grades: Sequence[Technique]
+    state: SearchState, pool: WorkerPool, between: _RecomputedPair, grades: Sequence[Technique]
 ) -> tuple[Recipe, Figures] | None:
     """Return the recipe with the first of these settings that fits, with its bytes and seconds. `grades`
     recompute more and more layers. Return None if none was found, or if it is no faster than the fastest that
@@ -323,12 +323,12 @@ def _least_that_fits(
         guess = guess_between(low, high, low_bytes, high_bytes, memory)
         # If one of two neighbours misses and the other fits, the search ends at once. Compiling is expensive.
         for grade in sorted({guess, guess if grades[0].lowered else max(guess - 1, low + 1)}):
-            judged = judge_recipe(state, pool, base.with_(grades[grade - 1]))
-            if judged is None:
+            evaluation = evaluate_recipe(state, pool, base.with_(grades[grade - 1]))
+            if evaluation is None:
                 return least_grade
-            _, figures = judged
+            _, figures = evaluation
             if state.fits(figures.needed_bytes):
-                high, high_bytes, least_grade = grade, figures.needed_bytes, judged
+                high, high_bytes, least_grade = grade, figures.needed_bytes, evaluation
                 break
             low, low_bytes = grade, figures.needed_bytes
             # Further grades recompute more layers, so they are slower.
@@ -337,23 +337,29 @@ def _least_that_fits(
     return least_grade if least_grade and least_grade[1].seconds < state.fastest_that_fits else None
 
 
-def judge_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
+def evaluate_recipe(state: SearchState, pool: WorkerPool, recipe: Recipe) -> tuple[Recipe, Figures] | None:
     """Simulate a recipe, and return it with its bytes and seconds. Its allocator is the simplest with which
     it fits, or else that with the fewest bytes. Return None if it cannot be simulated.
     """
     space = state.space
     # The simplest allocator comes first, and is chosen if the recipe fits with it.
-    allocators = sorted(space.offers(Slot.ALLOCATOR), key=lambda one: one != space.simplest[Slot.ALLOCATOR])
-    stand_ins = {one: stand_in(space, one) for one in map(recipe.with_, allocators)}
-    recipes = [one for one in stand_ins if stand_ins[one] is not None]
-    question = Question(stand_ins[recipes[0]] or 0, "judge", ([one.setup() for one in recipes],))
+    allocators = sorted(
+        space.offers(Slot.ALLOCATOR), key=lambda allocator: allocator != space.simplest[Slot.ALLOCATOR]
+    )
+    stand_ins = {allocator: stand_in(space, allocator) for allocator in map(recipe.with_, allocators)}
+    recipes = [allocator for allocator in stand_ins if stand_ins[allocator] is not None]
+    question = Question(
+        stand_ins[recipes[0]] or 0, "evaluate", ([allocator.setup() for allocator in recipes],)
+    )
     # The worker that simulated these passes already has their recordings.
-    [(_, answer)] = pool.answers_to([question], lambda worker, one: state.is_for(worker, one.number))
+    [(_, answer)] = pool.answers_to(
+        [question], lambda worker, allocator: state.is_for(worker, allocator.number)
+    )
     if isinstance(answer, SnugfitError):
         return None
-    judged = [(one, figures) for one, (figures,) in zip(recipes, answer, strict=True)]
-    fitting = [one for one in judged if state.fits(one[1].needed_bytes)]
-    return fitting[0] if fitting else min(judged, key=lambda one: one[1].needed_bytes)
+    evaluations = [(allocator, figures) for allocator, (figures,) in zip(recipes, answer, strict=True)]
+    fitting = [allocator for allocator in evaluations if state.fits(allocator[1].needed_bytes)]
+    return fitting[0] if fitting else min(evaluations, key=lambda allocator: allocator[1].needed_bytes)
 
 
 def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = None) -> None:
@@ -371,7 +377,7 @@ def add_candidate(state: SearchState, recipe: Recipe, figures: Figures | None = 
         state.bounds[number] = Bound(0, 0.0)
     else:
         state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)
-        state.learn(number, figures)
+        state.store(number, figures)
 
 
 def stand_in(space: Space, recipe: Recipe) -> int | None:

@@ -95,7 +95,7 @@ class Mixture:
         return line.seconds + (gone - sent) * (line.most_seconds - line.seconds) / self.layers
 
 
-class Tried(NamedTuple):
+class MixtureTrial(NamedTuple):
     """A simulated recipe with some layers recomputed and some offloaded: its missing bytes and its
     seconds.
     """
@@ -112,7 +112,7 @@ def find_mixture(
     base: Recipe,
     gone: int,
     most: float,
-    look: Callable[[Recipe], Tried | None],
+    look: Callable[[Recipe], MixtureTrial | None],
 ) -> Recipe | None:
     """Return a recipe that offloads as many layers' activations as take no additional time, and recomputes
     the other freed layers.

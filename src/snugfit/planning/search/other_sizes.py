@@ -59,7 +59,7 @@ class OtherSizes:
         largest first."""
         if number not in self._smaller:  # one loop computes the entries of all sizes
             sizes = sorted((number, *self.space.variants(number, Slot.BATCHING)), key=self.pieces)
-            self._smaller |= {one: sizes[index:] for index, one in enumerate(sizes, start=1)}
+            self._smaller |= {candidate: sizes[index:] for index, candidate in enumerate(sizes, start=1)}
         return self._smaller[number]
 
     def pieces(self, number: int) -> int:
@@ -98,7 +98,10 @@ class OtherSizes:
                 break
         else:
             return 0.0
-        if any(one.needed_bytes <= one.resting_bytes for one in (*(one for _, one in two), bound)):
+        if any(
+            known_bound.needed_bytes <= known_bound.resting_bytes
+            for known_bound in (*(known_bound for _, known_bound in two), bound)
+        ):
             return 0.0  # the update determines the peak
         at_rest = self._on_line(two, 0.0)
         points, values = [0.0, 1 / self.pieces(first)], [at_rest, bound.needed_bytes]
@@ -109,8 +112,8 @@ class OtherSizes:
         for two micro-batch sizes, beginning with that of `first`. Empty if they are unknown.
         """
         sizes = (first, number, *self.smaller(number))
-        plain = {one: self._bounds.get(self._plainer(one, *slots)) for one in sizes}
-        known = [(one, bound) for one, bound in plain.items() if bound is not None]
+        plain = {size: self._bounds.get(self._plainer(size, *slots)) for size in sizes}
+        known = [(size, bound) for size, bound in plain.items() if bound is not None]
         return known[:TWO_SIZES] if plain[first] and len(known) >= TWO_SIZES else []
 
     def _on_line(self, sizes: Sequence[tuple[int, Bound]], share: float) -> float:

@@ -17,7 +17,7 @@ from snugfit.planning.plan import SLOWEST
 from snugfit.planning.request import (
     fidelity_of,
     refuse_bad_request,
-    refuse_what_cannot_be_called,
+    refuse_non_callables,
     start_of,
     workers_of,
 )
@@ -82,7 +82,7 @@ class PlanRequest:
         """Check these arguments of a plan, and return them as an object. Raises `UsageError` for invalid
         ones."""
         refuse_bad_request(job, objective=objective, memory_bytes=memory_bytes, workers=workers)
-        refuse_what_cannot_be_called(tell=tell)
+        refuse_non_callables(tell=tell)
         fixed = replace(kept_of(job, keep, free, start_of(start, ranked)), several_gpus=several_gpus)
         fixed.refuse(None if compares or not gpus else gpus[0].compute_capability)
         request = cls(
@@ -140,7 +140,7 @@ class PlanRequest:
         for shallow in (True, False):
             with parts_pool(
                 self.job, self.gpus or [None], timer, workers=self.workers, shallow=shallow, run=self.run,
-                apart=spare is not None, spare=spare,
+                own_process=spare is not None, spare=spare,
             ) as pool:  # fmt: skip
                 try:
                     return search(pool)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 
-ENOUGH = 8
+MIN_FINISHED = 8
 """Number of finished tasks before the time left is estimated, and weight of the previous estimate. One task
 may take ten times as long as another.
 """
@@ -22,8 +22,8 @@ may take ten times as long as another.
 class Progress:
     """Report the number of finished tasks of a search and the estimated seconds left."""
 
-    def __init__(self, what: str, total: int, tell: Tell) -> None:
-        self.what, self.total, self.tell = what, total, tell
+    def __init__(self, label: str, total: int, tell: Tell) -> None:
+        self.label, self.total, self.tell = label, total, tell
         self.done, self.skipped, self.began = 0, 0, time.monotonic()
         self.end: float | None = None
 
@@ -35,12 +35,12 @@ class Progress:
         self.skipped += skips
         now = time.monotonic()
         left = ""
-        if self.done - self.skipped >= min(self.total / 10, ENOUGH):  # the first tasks wait for imports
+        if self.done - self.skipped >= min(self.total / 10, MIN_FINISHED):  # the first tasks wait for imports
             per_step = (now - self.began) / (self.done - self.skipped)
             estimate = now + per_step * (self.total - self.done) * share
-            self.end = estimate if self.end is None else self.end + (estimate - self.end) / ENOUGH
+            self.end = estimate if self.end is None else self.end + (estimate - self.end) / MIN_FINISHED
             left = f", about {_to_fives(max(0.0, self.end - now))} s left"
-        self.tell(f"{self.what} {self.done} of {self.total}{left}")
+        self.tell(f"{self.label} {self.done} of {self.total}{left}")
 
 
 def _to_fives(seconds: float) -> int:
@@ -54,10 +54,10 @@ def with_best(tell: Tell, best_so_far: Callable[[], Choice | None], item: str) -
     Its figures come first, since the line may be cut. `item` is the noun for parts of a batch.
     """
 
-    def tell_both(what: str) -> None:
+    def tell_with_best(message: str) -> None:
         if best := best_so_far():
             figures = f"{best.samples_per_second:,.1f} {item}/s, {show_bytes(best.needed_bytes)}"
-            what += f"; best so far {figures}: {best.recipe}"
-        tell(what)
+            message += f"; best so far {figures}: {best.recipe}"
+        tell(message)
 
-    return tell_both
+    return tell_with_best

@@ -49,13 +49,13 @@ class Explanation(NamedTuple):
     """Seconds of the best recipe's step; None if the GPU's rates are unknown."""
 
 
-def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Explanation:
+def explain(state: SearchState, pool: WorkerPool, best: int, job: Job) -> Explanation:
     """Return the explanation of a plan's best recipe, from its full simulation and the alternatives in each
     slot (such as the optimizer).
 
     Raises `SnugfitError` if the best recipe cannot be simulated.
     """
-    recipe = state.space.candidates[answer].recipe
+    recipe = state.space.candidates[best].recipe
     state.screen_these(_comparable(state, recipe), lambda least: True)
     alternatives = {slot: _alternative(state, recipe, slot) for slot in Slot}
     for slot, other in alternatives.items():
@@ -67,28 +67,34 @@ def explain(state: SearchState, pool: WorkerPool, answer: int, job: Job) -> Expl
             add_candidate(state, other)
     candidates = state.space.candidates
     numbers = {slot: state.space.number(other) for slot, other in alternatives.items() if other is not None}
-    unjudged = {number for number in numbers.values() if number is not None and number not in state.judged}
-    to_lower = [number for number in unjudged if state.must_be_lowered(number)]
-    estimates = {number: one for number in to_lower if (one := _estimate(state, answer, number))}
-    unknown = {one for one in unjudged if one in state.bounds or one in to_lower} - estimates.keys()
-    questions = [Question(answer, "verify", (recipe, state.judged[answer]))]
+    to_evaluate = {
+        number for number in numbers.values() if number is not None and number not in state.evaluated
+    }
+    to_lower = [number for number in to_evaluate if state.must_be_lowered(number)]
+    estimates = {number: estimate for number in to_lower if (estimate := _estimate(state, best, number))}
+    unknown = {
+        estimate for estimate in to_evaluate if estimate in state.bounds or estimate in to_lower
+    } - estimates.keys()
+    questions = [Question(best, "verify", (recipe, state.evaluated[best]))]
     # A recipe that is not compiled yet takes the longest, so it starts first.
     longest_first = sorted(unknown, key=lambda n: (state.is_begun(n), candidates[n].setup.lowering is None))
-    questions += [Question(number, "judge", ([candidates[number].setup],)) for number in longest_first]
+    questions += [Question(number, "evaluate", ([candidates[number].setup],)) for number in longest_first]
     verified, doubts, timing = False, (), None
-    for number, value in pool.answers_to(questions, lambda worker, one: state.is_for(worker, one.number)):
-        if number == answer and isinstance(value, SnugfitError):
+    for number, value in pool.answers_to(
+        questions, lambda worker, estimate: state.is_for(worker, estimate.number)
+    ):
+        if number == best and isinstance(value, SnugfitError):
             raise value
-        if number == answer:
+        if number == best:
             verified, doubts, timing = value
         elif not isinstance(value, SnugfitError):
-            state.judged[number] = value[0][0]
-    fixed, own = state.space.fixed, state.judged[answer]
-    known = state.judged | estimates
+            state.evaluated[number] = value[0][0]
+    fixed, own = state.space.fixed, state.evaluated[best]
+    known = state.evaluated | estimates
     figures = {slot: known.get(number) for slot, number in numbers.items() if number is not None}
     reasons = (
         replace(
-            _reason(slot, recipe, other, figures.get(slot), fixed.why(slot)),
+            _reason(slot, recipe, other, figures.get(slot), fixed.reason_for(slot)),
             because=_because(recipe, other, own, figures.get(slot)),
             is_estimated=numbers.get(slot) in estimates,
         )
@@ -117,10 +123,12 @@ def _estimate(state: SearchState, answer: int, number: int) -> Figures | None:
     They differ from the best recipe's by as much as the lower bounds of both recipes without compilation.
     """
     bounds = []
-    for one in (answer, number):
-        plain = stand_in(state.space, state.space.candidates[one].recipe.with_(roster.plain(Slot.ENGINE)))
+    for candidate in (answer, number):
+        plain = stand_in(
+            state.space, state.space.candidates[candidate].recipe.with_(roster.plain(Slot.ENGINE))
+        )
         bounds.append(state.bounds.get(plain) if plain is not None else None)
-    own, (first, second) = state.judged[answer], bounds
+    own, (first, second) = state.evaluated[answer], bounds
     if first is None or second is None:
         return None
     more = second.needed_bytes - first.needed_bytes
@@ -155,17 +163,19 @@ def _affordable(state: SearchState, recipe: Recipe, slot: Slot) -> list[int]:
     """Return the candidate recipes that differ only in this slot (a choice of the recipe, such as precision)
     and need no new compilation.
     """
-    alike = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
-    return [number for number in state.space.others(alike, slot) if not state.must_be_lowered(number)]
+    similar = state.space.candidates[stand_in(state.space, recipe) or 0].recipe
+    return [number for number in state.space.others(similar, slot) if not state.must_be_lowered(number)]
 
 
-def _because(recipe: Recipe, other: Recipe | None, own: Figures, figures: Figures | None) -> str:
+def _because(
+    recipe: Recipe, other: Recipe | None, figures_of_recipe: Figures, figures: Figures | None
+) -> str:
     """Return a sentence on the launch seconds that the recipe's CUDA graphs save, in comparison with the
     other recipe. Return an empty text if they save none.
     """
     if other is None or figures is None or not launches_otherwise(recipe.setup()):
         return ""
-    saved = figures.seconds - own.seconds
+    saved = figures.seconds - figures_of_recipe.seconds
     if saved <= 0 or not differ_in_launches(recipe.setup(), other.setup()):
         return ""
     return f"bound by the host: {show_seconds(saved)} of launches saved"
@@ -176,7 +186,7 @@ def _reason(
     recipe: Recipe,
     other: Recipe | None,
     figures: Figures | None,
-    why_kept: str,
+    kept_reason: str,
 ) -> Reason:
     return Reason(
         slot=slot.value,
@@ -186,7 +196,7 @@ def _reason(
         step_seconds=figures.step_seconds if figures else None,
         once_seconds=figures.once if figures else None,
         why_not="" if figures or not other else "it is not possible for this job, GPU and fidelity",
-        kept=why_kept,
+        kept=kept_reason,
     )
 
 
@@ -236,7 +246,7 @@ def compare_with_start(start: Recipe, chosen: Recipe, pool: WorkerPool, job: Job
     for number, recipe in enumerate([start, *(start.with_(chosen[slot]) for slot in slots)]):
         try:
             recipe.check(job, gpu.compute_capability if gpu else None)
-            questions.append(Question(number, "judge", ([recipe.setup()],)))
+            questions.append(Question(number, "evaluate", ([recipe.setup()],)))
         except RecipeError as objection:
             results[number] = objection
     for number, value in pool.answers_to(questions):
@@ -287,5 +297,5 @@ def _last_resorts(job: Job, fixed: Kept) -> Iterator[str]:
             f"A plan does not search with '{word}': predict a recipe that has it, such as "
             f"'{word} + bf16 + every_layer'. {technique.summary()}"
         )
-    for why, names in unsearched.items():
-        yield f"{', '.join(names)}: {why}."
+    for reason, names in unsearched.items():
+        yield f"{', '.join(names)}: {reason}."

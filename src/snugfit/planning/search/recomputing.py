@@ -39,7 +39,7 @@ from snugfit.planning.cost.lowered import CACHE_SHARE, lowered_kinds
 from snugfit.planning.search.other_sizes import OtherSizes
 from snugfit.planning.search.screening import Screening, screen
 from snugfit.planning.search.state import MEMORY_RESOLUTION
-from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, Twins, is_below
+from snugfit.planning.search.twins import PEAK_SHARE, ROUNDING, SimilarRecipes, is_below
 from snugfit.planning.step_key import launches_otherwise
 from snugfit.techniques import roster
 from snugfit.techniques.registry import hooks
@@ -166,7 +166,7 @@ class RecomputingKinds:
             # No recipe without savings corresponds to these; `_least_of_lowered` returns their lower bounds.
             self._without[number] = None
         self._sizes = OtherSizes(self.space, state.bounds)
-        self._twins = Twins(
+        self._twins = SimilarRecipes(
             self.space, self._base_of, state.bounds.get, self._may_be_rehearsed, self._is_refused
         )
         state.screen_these = self.screen_these
@@ -200,14 +200,14 @@ class RecomputingKinds:
         kinds.sort(key=lambda kind: self.least_seconds_of(needed[kind]))
         chosen = [number for kind in kinds for number in needed[kind]]
         firsts = (self._firsts_of(needed[kind]) for kind in kinds)
-        asked = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
+        to_screen = self._take(chosen if twins else itertools.chain.from_iterable(firsts))
         if not twins:  # needed in spite of the results for recomputing each layer
-            left = (n for n in chosen if n not in asked and n not in self._lowered)
-            asked |= self._take(n for n in left if is_needed(n, self._least(n)))
-        if asked:
+            left = (n for n in chosen if n not in to_screen and n not in self._lowered)
+            to_screen |= self._take(n for n in left if is_needed(n, self._least(n)))
+        if to_screen:
             self._twins.drop_if_misleading()
-        further = self.screen(is_needed, twins=twins, among=among) if self._lower_estimates(asked) else ()
-        return [*asked, *further]
+        further = self.screen(is_needed, twins=twins, among=among) if self._lower_estimates(to_screen) else ()
+        return [*to_screen, *further]
 
     def is_lowered_saving(self, number: int) -> bool:
         """Return True if this recipe has compiled layers and a memory-saving technique such as
@@ -235,17 +235,17 @@ class RecomputingKinds:
         """Return True if this compiled recipe probably fits: by the mean of its lower bound and the bytes
         without compilation.
         """
-        uncompiled = self._bound_of(self._lowered.alike(number))
+        uncompiled = self._bound_of(self._lowered.same_uncompiled(number))
         least = self._least(number).needed_bytes
         most = least if uncompiled is None else uncompiled.needed_bytes
         return self.state.fits((least + most) // 2)
 
-    def _lower_estimates(self, asked: Mapping[int, Bound]) -> bool:
+    def _lower_estimates(self, bounds: Mapping[int, Bound]) -> bool:
         """Lower the estimates of similar recipes if the new lower bound of a recipe is less than its earlier
-        estimate in `asked`. Return True if one was.
+        estimate in `bounds`. Return True if one was.
         """
         is_lower = False
-        for number, least in asked.items():
+        for number, least in bounds.items():
             savings = self._savings(number)
             taken = _with_device(self.state.bounds.get(number, least))
             if is_below(taken, self._taken[savings].of(least), ROUNDING):
@@ -301,8 +301,10 @@ class RecomputingKinds:
         bases = [self._full.get(number)]
         if number in self._lowered:
             lowered = [*bases, self._without_checkpoints(number)]
-            lowered = [one for one in lowered if one is not None and self.state.is_begun(one)]
-            bases = [*lowered, self._lowered.alike(number), *bases]
+            lowered = [
+                candidate for candidate in lowered if candidate is not None and self.state.is_begun(candidate)
+            ]
+            bases = [*lowered, self._lowered.same_uncompiled(number), *bases]
         for before in bases:
             if before not in (None, number) and self._waits(before):
                 return self._first_of(before)
@@ -346,7 +348,7 @@ class RecomputingKinds:
     def others(self) -> list[int]:
         """The recipes that save no memory and have no lower bounds yet."""
         done = self.waiting.keys() | self._looked_at
-        return [n for n, one in enumerate(self.space.candidates) if one.passes not in done]
+        return [n for n, candidate in enumerate(self.space.candidates) if candidate.passes not in done]
 
     def leave_out(self, numbers: Iterable[int]) -> None:
         """Exclude the groups of these recipes from the search. Their lower bounds are not computed."""
@@ -396,27 +398,27 @@ class RecomputingKinds:
         kind, program = candidates[first].passes, candidates[first].program
         # Programs are compiled separately for each batch size, so compiled layers are simulated for one only.
         compiled = candidates[first].setup.lowering is not None
-        alike = [
+        similar = [
             number
             for number in firsts
             if candidates[number].passes == kind and (not compiled or candidates[number].program == program)
         ]
         on_the_way = {candidates[number].passes for number in self._on_the_way}
-        awaited = on_the_way and {candidates[base].passes for n in alike for base in self._bases(n)}
-        return [] if on_the_way.intersection(awaited) else alike
+        awaited = on_the_way and {candidates[base].passes for n in similar for base in self._bases(n)}
+        return [] if on_the_way.intersection(awaited) else similar
 
     def _bases(self, number: int) -> Iterator[int]:
         """Yield the recipes whose results give the estimates for this one, including itself for its other
         micro-batch sizes.
         """
         plainer = self._without.get(number), self._whole.get(number), self._without_checkpoints(number)
-        for base in (number, self._lowered.alike(number), *plainer, self._full.get(number)):
+        for base in (number, self._lowered.same_uncompiled(number), *plainer, self._full.get(number)):
             if base is not None:
                 yield base
 
     def send(self, numbers: Sequence[int]) -> list[int]:
         """Remove these recipes, and all that share their simulation, from the postponed ones, and return
-        them. The caller lets a worker simulate them; `learn` stores the result.
+        them. The caller lets a worker simulate them; `store` stores the result.
         """
         taken = self._take_out(numbers)
         self._on_the_way |= taken
@@ -457,7 +459,7 @@ class RecomputingKinds:
 
     def _least_or_known(self, number: int) -> Bound:
         """Return the exact bytes and seconds of a simulated recipe as a bound, or else its lower bound."""
-        if (figures := self.state.judged.get(number)) is not None:
+        if (figures := self.state.evaluated.get(number)) is not None:
             return Bound(figures.needed_bytes, figures.seconds)
         return self._bound_of(number) or self._least(number)
 

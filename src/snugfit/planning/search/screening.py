@@ -41,7 +41,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
     tell(f"estimating {len(order)} groups of recipes")
     progress = Progress("screening", len(order), tell)
 
-    def ask(worker: int) -> Question | None:
+    def next_call(worker: int) -> Question | None:
         for index in reversed(waiting) if worker % 2 else waiting:
             setups = [space.candidates[number].setup for number in order[index]]
             if not state.is_reserved(first := order[index][0]) or state.is_for(worker, first):
@@ -49,7 +49,7 @@ def screen(state: SearchState, pool: WorkerPool, tell: Tell, numbers: Collection
                 return Question(index, "screen", (setups,))
         return None
 
-    for answer in pool.answers(ask, helped=True):
+    for answer in pool.results(next_call, helped=True):
         progress.step()
         noted = note(space, order[answer.number], answer.value)
         screening.bounds |= noted.bounds
@@ -81,7 +81,7 @@ def note(space: Space, group: Sequence[int], answer: Any) -> Screening:
         else:
             (screening.bounds[number],) = bounds
     screening.excluded += [
-        Exclusion(what=str(space.candidates[alike[0]].recipe), why=why, recipes=len(alike))
-        for why, alike in refused.items()
+        Exclusion(what=str(space.candidates[numbers[0]].recipe), why=reason, recipes=len(numbers))
+        for reason, numbers in refused.items()
     ]
     return screening

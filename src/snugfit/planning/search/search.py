@@ -89,7 +89,7 @@ def plan(
     free: Free = (),
     whole_front: bool = False,
     front_end: str = "",
-    tell: Tell = lambda what: None,
+    tell: Tell = lambda message: None,
 ) -> Plan:
     """Return a plan: the best recipe by `objective` that fits `gpu`, or `memory_bytes` of it.
 
@@ -111,65 +111,64 @@ def plan(
 
     gpu = None if gpu is None else find_gpu(gpu)
     policy_for(gpu, Software())  # it raises an error for a GPU on which no step can run
-    asked = PlanRequest.of(
+    request = PlanRequest.of(
         job, [gpu] if gpu else [], memory_bytes=memory_bytes, headroom=headroom, fidelity=fidelity,
         objective=objective, keep=keep, free=free, start=start, ranked=ranked, steps=steps, once=once,
         workers=workers, whole_front=whole_front, tell=tell,
     )  # fmt: skip
     timer = SingleGpuTimer(clock) if clock else _timer_of(gpu)
-    asked.load_ahead(timer)
+    request.load_ahead(timer)
     capability = gpu.compute_capability if gpu else None
     space = space_of(
-        job, fidelity=asked.fidelity, capability=capability, fixed=asked.fixed, front_end=front_end
+        job, fidelity=request.fidelity, capability=capability, fixed=request.fixed, front_end=front_end
     )
-    return asked.with_pool(partial(_answer, asked, space), timer)
+    return request.with_pool(partial(_answer, request, space), timer)
 
 
-def _answer(asked: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
-    """Search all valid recipes for the checked arguments `asked`, and return the plan."""
+def _answer(request: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
+    """Search all valid recipes for the checked arguments `request`, and return the plan."""
     from snugfit.planning.search.reasons import compare_with_start, cures, explain
-    from snugfit.planning.search.simpler import judge_simpler, simplify_front
+    from snugfit.planning.search.simpler import evaluate_simpler, simplify_front
 
-    job, gpu, smallest, start = asked.job, asked.gpu, asked.wants_smallest, asked.fixed.start
-    memory, headroom_bytes = asked.memory_on(gpu), asked.headroom_on(gpu)
+    job, gpu, smallest, start = request.job, request.gpu, request.wants_smallest, request.fixed.start
+    memory, headroom_bytes, objective = request.memory_on(gpu), request.headroom_on(gpu), request.objective
     bound = None if memory is None else memory - headroom_bytes
     # The chosen recipe may be a simpler one that is slower by up to this share.
-    slowest = asked.slowest * (1 + AS_FAST)
+    slowest = request.slowest * (1 + AS_FAST)
     state = SearchState(space, memory_bytes=bound, negligible_bytes=NEGLIGIBLE_BYTES, slowest=slowest)
-    tell = with_best(asked.tell, lambda: state.best_so_far(asked.objective, job.batch_size), job.words.item)
+    tell = with_best(request.tell, lambda: state.best_so_far(objective, job.batch_size), job.words.item)
     grade = partial(find_recomputed, state, pool, job, tell, link_of(gpu))
-    search(state, pool, tell, smallest=smallest, every_bound=asked.ranked > 0, grade=grade)
-    looked_at = _try_outside_space(asked, state, pool, tell)
+    search(state, pool, tell, smallest=smallest, every_bound=request.ranked > 0, grade=grade)
+    looked_at = _try_outside_space(request, state, pool, tell)
     space = state.space
     front = front_of(state)
     best = best_of(state, pool, front, memory, smallest=smallest)
     if best is not None:
-        front = [n for n in front if state.judged[n].seconds <= asked.slowest * state.judged[best].seconds]
-    judge_simpler(state, pool, front)
-    front = simplify_front(state, front, lambda n: bound is None or state.judged[n].needed_bytes <= bound)
+        most_seconds = request.slowest * state.evaluated[best].seconds
+        front = [number for number in front if state.evaluated[number].seconds <= most_seconds]
+    evaluate_simpler(state, pool, front)
+    front = simplify_front(state, front, lambda n: bound is None or state.evaluated[n].needed_bytes <= bound)
     # A simpler recipe may have replaced the best one on the front, which must contain it.
     front = sorted({*front, *([] if best is None else [best])}, key=state.rank)
-    sizes = [state.judged[number].needed_bytes for number in front]
-    shown = front[nearest_miss(sizes, asked.objective)] if best is None else best
-    recipe, needed_bytes = space.candidates[shown].recipe, state.judged[shown].needed_bytes
-    asked.tell("simulating the best recipe with all layers, and comparing it with alternatives")
+    sizes = [state.evaluated[number].needed_bytes for number in front]
+    shown = front[nearest_miss(sizes, objective)] if best is None else best
+    recipe, needed = space.candidates[shown].recipe, state.evaluated[shown].needed_bytes
+    request.tell("simulating the best recipe with all layers, and comparing it with alternatives")
     explanation = explain(state, pool, shown, job)
-    lacking = (
-        () if best is not None else cures(recipe, needed_bytes, job, memory or 0, asked.fidelity, space.fixed)
-    )
+    lacking = cures(recipe, needed, job, memory or 0, request.fidelity, space.fixed) if best is None else ()
     compared = compare_with_start(start, recipe, pool, job, gpu) if start else None
     # A technique that was tried after all is not listed as excluded.
-    excluded = tuple(one for one in (*space.excluded, *state.excluded) if one.what != looked_at)
-    ranked = _rank_few(asked, state, pool, tell, best) if asked.ranked else []
-    assumed = [doubt for number in (*front, *ranked) for doubt in state.judged[number].doubts]
+    excluded = tuple(item for item in (*space.excluded, *state.excluded) if item.what != looked_at)
+    ranked = _rank_few(request, state, pool, tell, best) if request.ranked else []
+    assumed = [doubt for number in (*front, *ranked) for doubt in state.evaluated[number].doubts]
     return Plan(
         job=job,
         gpu=gpu,
         memory_bytes=memory,
         headroom_bytes=headroom_bytes,
-        fidelity=asked.fidelity.value,
-        objective=asked.objective,
-        steps=asked.run.steps,
+        fidelity=request.fidelity.value,
+        objective=objective,
+        steps=request.run.steps,
         front=tuple(state.choice(number, job.batch_size) for number in front),
         best=None if best is None else state.choice(best, job.batch_size),
         ranked=tuple(state.choice(number, job.batch_size) for number in ranked),
@@ -191,9 +190,11 @@ def front_of(state: SearchState) -> list[int]:
     `RehearsalError` if there are none."""
     if front := state.front():
         return front
-    why = next((f"'{one.what}': {one.why}" for one in state.excluded), "the space is empty.")
+    reason = next(
+        (f"'{exclusion.what}': {exclusion.why}" for exclusion in state.excluded), "the space is empty."
+    )
     raise RehearsalError(
-        f"No recipe could be simulated. The first: {why} Predict the job alone first: snugfit predict."
+        f"No recipe could be simulated. The first: {reason} Predict the job alone first: snugfit predict."
     )
 
 
@@ -206,33 +207,33 @@ def best_of(
     """
     from snugfit.planning.search.simpler import prefer_simple
 
-    fitting = [number for number in front if state.fits(state.judged[number].needed_bytes)]
+    fitting = [number for number in front if state.fits(state.evaluated[number].needed_bytes)]
     if not fitting:
-        return next((n for n in front[-1:] if state.judged[n].needed_bytes <= (memory_bytes or 0)), None)
+        return next((n for n in front[-1:] if state.evaluated[n].needed_bytes <= (memory_bytes or 0)), None)
     return fitting[-1] if smallest else prefer_simple(state, pool, fitting[0])
 
 
-def _try_outside_space(asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
+def _try_outside_space(request: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
     """Simulate recipes with techniques that the search does not enumerate, and add those that are better.
     Return the names of the techniques that features tried.
     """
-    smallest = asked.wants_smallest
+    smallest = request.wants_smallest
     if not smallest:
-        find_grades(state, pool, asked.job, tell, link_of(asked.gpu))
-    tried = [search(state, pool, asked.job, tell, smallest=smallest) for search in hooks("search_further")]
+        find_grades(state, pool, request.job, tell, link_of(request.gpu))
+    tried = [search(state, pool, request.job, tell, smallest=smallest) for search in hooks("search_further")]
     return ", ".join(filter(None, tried))
 
 
 def _rank_few(
-    asked: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
+    request: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell, best: int | None
 ) -> list[int]:
     """Return the best few recipes, the plan's best recipe first."""
-    ranked = rank_best(state, asked.ranked, pool, asked.objective, tell)
+    ranked = rank_best(state, request.ranked, pool, request.objective, tell)
     if best is None:
         return ranked
-    seconds = state.judged[best].seconds
-    rest = [number for number in ranked if state.judged[number].seconds != seconds]
-    return [best, *rest][: asked.ranked]
+    seconds = state.evaluated[best].seconds
+    rest = [number for number in ranked if state.evaluated[number].seconds != seconds]
+    return [best, *rest][: request.ranked]
 
 
 def _pace_of(timing: StepSeconds | None) -> Pace | None:
@@ -246,7 +247,7 @@ def _pace_of(timing: StepSeconds | None) -> Pace | None:
 def search(
     state: SearchState,
     pool: WorkerPool,
-    tell: Tell = lambda what: None,
+    tell: Tell = lambda message: None,
     *,
     smallest: bool = False,
     every_bound: bool = False,
@@ -268,11 +269,11 @@ def search(
         grade()
     _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
     if smallest or state.nothing_fits:
-        state.judge_smallest(pool, tell)
+        state.evaluate_smallest(pool, tell)
         most = state.smallest * (1 - state.nearly)
         # Postponed groups may be smaller than every evaluated recipe.
         recomputing.screen(lambda number, least: least.needed_bytes <= most, twins=False)
-        state.judge_smallest(pool, tell)
+        state.evaluate_smallest(pool, tell)
     if state.nothing_fits:
         state.most_bytes = state.smallest * (1 + state.beyond)
         _evaluate_front(state, recomputing, pool, tell, every_bound=every_bound)
@@ -304,12 +305,12 @@ def _timer_of(gpu: Gpu | None) -> Timer:
 # ---- the best few ------------------------------------------------------------------------------------------
 
 
-TOGETHER = 4
+TRACES_PER_WORKER = 4
 """Number of traces that each worker process evaluates between two checks of the ranking."""
 
 
 def rank_best(
-    state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda what: None
+    state: SearchState, count: int, pool: WorkerPool, objective: str, tell: Tell = lambda message: None
 ) -> list[int]:
     """Return the best `count` recipes that fit, the best first; fewer if there are no more. Recipes with
     equal seconds count once, such as those with another allocator setting. Raises `BelowLowerBound`.
@@ -320,7 +321,7 @@ def rank_best(
         return bound.needed_bytes if objective == "memory" else bound.seconds * (1 - TIME_BOUND_MARGIN)
 
     def may_be_listed(number: int) -> bool:
-        return number not in state.judged and state.fits(state.bounds[number].needed_bytes)
+        return number not in state.evaluated and state.fits(state.bounds[number].needed_bytes)
 
     waiting = deque(state.by_trace(filter(may_be_listed, sorted(state.bounds, key=least))))
     while True:
@@ -328,31 +329,33 @@ def rank_best(
         worst = _value(state, ranked[-1], objective) if len(ranked) == count else math.inf
         tell(f"checking the best {count}: {len(ranked)} found")
         todo: list[list[int]] = []
-        while waiting and len(todo) < TOGETHER * len(pool.workers) and least(waiting[0][0]) < worst:
+        while waiting and len(todo) < TRACES_PER_WORKER * len(pool.workers) and least(waiting[0][0]) < worst:
             todo.append(waiting.popleft())
         if not todo:
             return ranked
-        state.judge(todo, pool)
+        state.evaluate(todo, pool)
 
 
 def _ranking(state: SearchState, objective: str) -> list[int]:
     """Return the evaluated recipes that fit, the best first; of recipes with equal seconds only one."""
-    fitting = [number for number, figures in state.judged.items() if state.fits(figures.needed_bytes)]
+    fitting = [number for number, figures in state.evaluated.items() if state.fits(figures.needed_bytes)]
     by_seconds: dict[float, int] = {}
-    for number in sorted(fitting, key=lambda one: (_value(state, one, objective), *state.rank(one))):
-        by_seconds.setdefault(state.judged[number].seconds, number)
+    for number in sorted(
+        fitting, key=lambda candidate: (_value(state, candidate, objective), *state.rank(candidate))
+    ):
+        by_seconds.setdefault(state.evaluated[number].seconds, number)
     return list(by_seconds.values())
 
 
 def _value(state: SearchState, number: int, objective: str) -> float:
-    figures = state.judged[number]
+    figures = state.evaluated[number]
     return figures.needed_bytes if objective == "memory" else figures.seconds
 
 
 # ---- without an update -------------------------------------------------------------------------------------
 
 
-WHY = "alone it makes the step neither faster nor smaller, so it was not combined (--keep '{}' does so)"
+NO_GAIN = "alone it makes the step neither faster nor smaller, so it was not combined (--keep '{}' does so)"
 
 
 def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smallest: bool) -> None:
@@ -366,12 +369,12 @@ def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smalle
     candidates, own = space.candidates, space.candidates[simplest].passes
     singles = [(slot, number) for slot in Slot for number in space.variants(simplest, slot)]
     passes = {own, *(candidates[number].passes for _, number in singles)}
-    kinds.add([number for number, one in enumerate(candidates) if one.passes in passes])
+    kinds.add([number for number, candidate in enumerate(candidates) if candidate.passes in passes])
     # Candidates with the passes of the simplest recipe share its simulation.
-    dear = [(slot, number) for slot, number in singles if candidates[number].passes != own]
+    other_passes = [(slot, number) for slot, number in singles if candidates[number].passes != own]
     useless = {
         candidates[number].recipe[slot]
-        for slot, number in dear
+        for slot, number in other_passes
         if not _is_useful(state, number, simplest, smallest=smallest)
     }
     left_out = [number for number in kinds.others if not useless.isdisjoint(candidates[number].recipe)]
@@ -379,8 +382,8 @@ def screen_single_changes(state: SearchState, kinds: RecomputingKinds, *, smalle
     for technique in sorted(useless, key=str):
         count = sum(technique in candidates[number].recipe for number in left_out)
         if count:
-            why = WHY.format(technique)
-            state.excluded.append(Exclusion(what=str(technique), why=why, recipes=count))
+            reason = NO_GAIN.format(technique)
+            state.excluded.append(Exclusion(what=str(technique), why=reason, recipes=count))
 
 
 def _is_useful(state: SearchState, number: int, simplest: int, *, smallest: bool) -> bool:

@@ -35,35 +35,35 @@ def prefer_simple(state: SearchState, pool: WorkerPool, fastest: int) -> int:
     def fits(needed_bytes: int) -> bool:
         return state.memory_bytes is None or needed_bytes <= state.memory_bytes
 
-    most_seconds = state.judged[fastest].seconds * (1 + AS_FAST)
+    most_seconds = state.evaluated[fastest].seconds * (1 + AS_FAST)
     state.screen_these(
         simpler_than(state.space, fastest),
         lambda least: least.seconds <= most_seconds and fits(least.needed_bytes),
     )
-    state.judge(state.by_trace(unknown_simpler(state, fastest, fits)), pool)
-    return simplest(state, fastest, lambda number: fits(state.judged[number].needed_bytes))
+    state.evaluate(state.by_trace(unknown_simpler(state, fastest, fits)), pool)
+    return simplest(state, fastest, lambda number: fits(state.evaluated[number].needed_bytes))
 
 
-def judge_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
+def evaluate_simpler(state: SearchState, pool: WorkerPool, front: Sequence[int]) -> None:
     """Simulate simpler variants of these recipes, which differ only in the optimizer update, for
     `simplify_front`. Their results are in `state` afterwards. Raises `BelowLowerBound`.
     """
     candidates, simpler = state.space.candidates, set[int]()
     for number in front:
-        most = int(state.judged[number].needed_bytes * (1 + AS_FAST))
+        most = int(state.evaluated[number].needed_bytes * (1 + AS_FAST))
         unknown = unknown_simpler(state, number, most.__ge__)
         simpler.update(other for other in unknown if candidates[other].sized == candidates[number].sized)
-    state.judge(state.by_trace(sorted(simpler)), pool)
+    state.evaluate(state.by_trace(sorted(simpler)), pool)
 
 
 def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], bool]) -> Iterator[int]:
     """Yield simpler variants of a recipe that are not simulated yet, but may fit and be as fast by their
     lower bounds. `may_fit` returns True for needed bytes that may fit.
     """
-    most = state.judged[fastest].seconds * (1 + AS_FAST)
+    most = state.evaluated[fastest].seconds * (1 + AS_FAST)
     for number in simpler_than(state.space, fastest):
         least = state.bounds.get(number)
-        if not least or number in state.judged or least.seconds * (1 - TIME_BOUND_MARGIN) > most:
+        if not least or number in state.evaluated or least.seconds * (1 - TIME_BOUND_MARGIN) > most:
             continue
         if may_fit(least.needed_bytes):
             yield number
@@ -72,11 +72,11 @@ def unknown_simpler(state: SearchState, fastest: int, may_fit: Callable[[int], b
 def simplest(state: SearchState, fastest: int, fits: Callable[[int], bool]) -> int:
     """Return the evaluated recipe with the fewest changes that fits and is about as fast as the recipe
     `fastest`."""
-    most = state.judged[fastest].seconds * (1 + AS_FAST)
+    most = state.evaluated[fastest].seconds * (1 + AS_FAST)
     as_fast = [
         number
         for number in simpler_than(state.space, fastest)
-        if number in state.judged and state.judged[number].seconds <= most and fits(number)
+        if number in state.evaluated and state.evaluated[number].seconds <= most and fits(number)
     ]
     space = state.space
     return min([fastest, *as_fast], key=lambda n: (space.changes(space.candidates[n].recipe), *state.rank(n)))
@@ -90,11 +90,11 @@ def simplify_front(state: SearchState, front: Sequence[int], fits: Callable[[int
     """
     simple = set()
     for number in front:
-        most = state.judged[number].needed_bytes * (1 + AS_FAST)
+        most = state.evaluated[number].needed_bytes * (1 + AS_FAST)
 
         # Default values bind the variables of this iteration.
         def as_small(other: int, most: float = most, must_fit: bool = fits(number)) -> bool:
-            return state.judged[other].needed_bytes <= most and (fits(other) or not must_fit)
+            return state.evaluated[other].needed_bytes <= most and (fits(other) or not must_fit)
 
         simple.add(simplest(state, number, as_small))
     return state.front(simple)

@@ -47,7 +47,7 @@ ALLOWED_BY = {
 }
 
 
-NOTHING_KEPT = Kept()
+EMPTY_KEPT = Kept()
 
 _SLOT_INDICES = {slot: index for index, slot in enumerate(Slot)}
 
@@ -178,7 +178,7 @@ def space_of(
     *,
     fidelity: Fidelity = Fidelity.ROUNDS,
     capability: Capability = None,
-    fixed: Kept = NOTHING_KEPT,
+    fixed: Kept = EMPTY_KEPT,
     many_gpus: bool = False,
     front_end: str = "",
 ) -> Space:
@@ -236,12 +236,12 @@ def _by_reason(objections: Counter[Objection]) -> Iterator[Exclusion]:
     """Yield the refused techniques with their reasons; settings of one technique with the same reason are
     listed together.
     """
-    whats: dict[tuple[str, str], list[Objection]] = defaultdict(list)
+    by_reason: dict[tuple[str, str], list[Objection]] = defaultdict(list)
     for objection in objections:
-        whats[objection.technique.partition("(")[0], objection.why].append(objection)
-    for (_, why), alike in whats.items():
-        what = ", ".join(objection.technique for objection in alike)
-        yield Exclusion(what=what, why=why, recipes=sum(objections[objection] for objection in alike))
+        by_reason[objection.technique.partition("(")[0], objection.reason].append(objection)
+    for (_, reason), group in by_reason.items():
+        names = ", ".join(objection.technique for objection in group)
+        yield Exclusion(what=names, why=reason, recipes=sum(objections[objection] for objection in group))
 
 
 def _offered_in(
@@ -294,7 +294,7 @@ def _is_taken(technique: Technique, front_end: str, excluded: list[Exclusion]) -
 def _no_candidate(objections: Counter[Objection], fixed: Kept, verb: str) -> str:
     [(objection, _)] = objections.most_common(1)
     freed = ",".join(fixed.slots)
-    return f"No recipe can {verb} this. {objection.technique}: {objection.why}" + (
+    return f"No recipe can {verb} this. {objection.technique}: {objection.reason}" + (
         f" Other techniques are allowed with --free {freed}." if freed else ""
     )
 
@@ -318,23 +318,23 @@ def _choices(
             continue
         if technique.needs_several_gpus:
             excluded.append(Exclusion(what=technique.name, why="it needs several GPUs (--gpus N)"))
-        elif (why := _missing_on(technique, capability)) or (why := technique.planning_objection(job)):
-            excluded.append(Exclusion(what=technique.name, why=why))
+        elif (reason := _missing_on(technique, capability)) or (reason := technique.planning_objection(job)):
+            excluded.append(Exclusion(what=technique.name, why=reason))
         elif many_gpus and (technique.lowered or technique.grades(job) or not any(technique.settings(job))):
             word = technique.last_resort or next(iter(technique.grades(job)), technique.name)
-            why = f"plans for many GPUs include it only on request (--keep '{word}')"
-            excluded.append(Exclusion(what=technique.name, why=why))
+            reason = f"plans for many GPUs include it only on request (--keep '{word}')"
+            excluded.append(Exclusion(what=technique.name, why=reason))
         elif degrees.index(own := technique.fidelity_for(job)) > degrees.index(fidelity):
             excluded.append(Exclusion(what=technique.name, why=ALLOWED_BY[own]))
         elif settings := dict.fromkeys(technique.settings(job)):
             if not technique.grades(job):
                 yield from settings
         else:
-            why = (
+            reason = (
                 f"a plan searches a technique with finer settings instead (--keep "
                 f"'{technique.name}' plans with it)"
             )
-            excluded.append(Exclusion(what=technique.name, why=why))
+            excluded.append(Exclusion(what=technique.name, why=reason))
 
 
 def _best_settings(
@@ -350,8 +350,8 @@ def _best_settings(
     best = [technique for technique in choices if better[technique] == technique]
     for other in best:
         if rest := [str(technique) for technique in choices if better[technique] == other != technique]:
-            why = f"never faster or smaller than {other} (--keep '{rest[0]}' plans with it)"
-            excluded.append(Exclusion(what=", ".join(rest), why=why))
+            reason = f"never faster or smaller than {other} (--keep '{rest[0]}' plans with it)"
+            excluded.append(Exclusion(what=", ".join(rest), why=reason))
     return best
 
 
@@ -384,20 +384,20 @@ class Objection(NamedTuple):
 
     technique: str
     """Technique that cannot be combined, as text such as `lora(r=8)`."""
-    why: str
+    reason: str
 
 
 class _PendingObjection(NamedTuple):
     """A check of one technique that waits until another slot of the recipe has its technique."""
 
     technique: Technique
-    ask: Callable[[Technique, TechniqueBySlot], str]
+    check: Callable[[Technique, TechniqueBySlot], str]
     """Function that returns the reason why a technique cannot be combined with others, or an empty text."""
     waits_for: int
     """Index of the slot whose technique must be chosen before the check."""
 
 
-class _NotYetFilledError(Exception):
+class _EmptySlotError(Exception):
     """Error: a check reads a slot of the recipe that has no technique yet."""
 
     def __init__(self, position: int) -> None:
@@ -413,11 +413,11 @@ class _Beginning:
     def __getitem__(self, slot: Slot | str) -> Technique:
         position = _POSITIONS[Slot(slot)]
         if position >= len(self._techniques):
-            raise _NotYetFilledError(position)
+            raise _EmptySlotError(position)
         return self._techniques[position]
 
 
-class _WithoutKept:
+class _PartialRecipe:
     """An incomplete recipe in which slots fixed by the user have their default technique. Objections then
     concern only the slots that are searched.
     """
@@ -452,7 +452,7 @@ class Combinations:
         for option, technique in enumerate(offered):
             techniques = (*begun.techniques, technique)
             questions = [*open_questions, *self._questions(technique, position)]
-            still_open = self._still_open(questions, techniques)
+            still_open = self._run_checks(questions, techniques)
             if still_open is not None:
                 number = begun.number * len(offered) + option
                 yield from self._extend(
@@ -467,27 +467,27 @@ class Combinations:
         if type(technique).planned_without is not Technique.planned_without:
             yield _PendingObjection(technique, self._not_planned, position)
 
-    def _still_open(
-        self, questions: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
+    def _run_checks(
+        self, checks: Sequence[_PendingObjection], techniques: tuple[Technique, ...]
     ) -> tuple[_PendingObjection, ...] | None:
         """Run the checks for which all needed slots have their techniques. Return the other checks; None
         after an objection, which is counted.
         """
         last, recipe = len(techniques) - 1, _Beginning(techniques)
         still_open = []
-        for question in questions:
-            if question.waits_for > last:
-                still_open.append(question)
+        for check in checks:
+            if check.waits_for > last:
+                still_open.append(check)
                 continue
             try:
-                why = question.ask(question.technique, recipe)
-            except _NotYetFilledError as lacking:
+                reason = check.check(check.technique, recipe)
+            except _EmptySlotError as lacking:
                 # The check is repeated once the slot on which it depends has a technique.
-                still_open.append(question._replace(waits_for=lacking.position))
+                still_open.append(check._replace(waits_for=lacking.position))
                 continue
-            if why:
+            if reason:
                 # The objection excludes every combination that begins with these techniques.
-                self.objections[Objection(str(question.technique), why)] += self._following[last]
+                self.objections[Objection(str(check.technique), reason)] += self._following[last]
                 return None
         return tuple(still_open)
 
@@ -501,4 +501,4 @@ class Combinations:
         start = self._fixed.start
         if start and all(recipe[slot] == start[slot] for slot in Slot):
             return ""
-        return technique.planned_without(self._job, _WithoutKept(recipe, self._fixed))
+        return technique.planned_without(self._job, _PartialRecipe(recipe, self._fixed))

@@ -62,7 +62,7 @@ LOSS_SPREAD = 64 << 20
 passes. It was 22 MiB at most in plans of Llama-3.1-8B with adapters.
 """
 
-BEYOND_MEMORY = 0.1
+OVER_LIMIT_SHARE = 0.1
 """Share by which recipes of the Pareto front may exceed the memory limit. Such near misses need only slightly
 more memory."""
 
@@ -79,7 +79,7 @@ class SearchState:
     space: Space
     bounds: dict[int, Bound] = field(default_factory=dict)
     """Lower bounds of bytes and seconds by recipe number, without recipes that cannot be simulated."""
-    judged: dict[int, Figures] = field(default_factory=dict)
+    evaluated: dict[int, Figures] = field(default_factory=dict)
     """Exact bytes and seconds of the evaluated recipes, by number."""
     excluded: list[Exclusion] = field(default_factory=list)
     """Recipes that could not be simulated, each with the reason for its exclusion."""
@@ -88,13 +88,13 @@ class SearchState:
     memory_bytes: int | None = None
     """Largest bytes that the best recipe may need; None for no limit."""
     most_bytes: float = math.inf
-    """Largest bytes of a recipe on the Pareto front of bytes and seconds. The default is `BEYOND_MEMORY`
+    """Largest bytes of a recipe on the Pareto front of bytes and seconds. The default is `OVER_LIMIT_SHARE`
     above the memory limit.
     """
     negligible_bytes: int = 0
     """Least number of bytes, in addition to `MEMORY_RESOLUTION`, that a slower recipe must save to be
     listed."""
-    beyond: float = BEYOND_MEMORY
+    beyond: float = OVER_LIMIT_SHARE
     """Share by which recipes of the Pareto front may exceed the smallest recipe's bytes if nothing fits."""
     nearly: float = 0.0
     """Tolerance, as a share of bytes and seconds, in the search for the recipe closest to fitting if nothing
@@ -128,11 +128,11 @@ class SearchState:
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None:
-            self.most_bytes = self.memory_bytes * (1 + BEYOND_MEMORY)
+            self.most_bytes = self.memory_bytes * (1 + OVER_LIMIT_SHARE)
 
     # ---- judging -----------------------------------------------------------------------------------------
 
-    def judge(
+    def evaluate(
         self,
         groups: Iterable[list[int]],
         pool: WorkerPool,
@@ -146,9 +146,9 @@ class SearchState:
         passes go to one worker. Raises `BelowLowerBound`.
         """
         waiting = deque(groups)
-        asked: dict[int, list[int]] = {}
+        pending: dict[int, list[int]] = {}
 
-        def ask(worker: int) -> Question | None:
+        def next_call(worker: int) -> Question | None:
             set_aside: list[list[int]] = []
             question = None
             while waiting and question is None:
@@ -158,15 +158,15 @@ class SearchState:
                     continue
                 step(not group)
                 if group:
-                    asked[group[0]] = group
+                    pending[group[0]] = group
                     setups = [self.space.candidates[number].setup for number in group]
-                    question = Question(group[0], "judge", (setups,))
+                    question = Question(group[0], "evaluate", (setups,))
             # Groups for other workers return to the front, in their order.
             waiting.extendleft(reversed(set_aside))
             return question
 
-        for answer in pool.answers(ask):
-            self.learn_group(asked.pop(answer.number), answer.value)
+        for answer in pool.results(next_call):
+            self.store_group(pending.pop(answer.number), answer.value)
 
     def may_be_for(self, worker: int, number: int) -> bool:
         """Return False if another worker already simulates this recipe's layers or passes."""
@@ -190,7 +190,7 @@ class SearchState:
         """Return True if the recipe has layers that no worker has compiled yet."""
         return self.space.candidates[number].setup.lowering is not None and not self.is_begun(number)
 
-    def learn_group(self, group: list[int], answer: Any) -> None:
+    def store_group(self, group: list[int], answer: Any) -> None:
         """Store the bytes and seconds of these recipes with one trace, or exclude them if the result is an
         error. Raises `BelowLowerBound`.
         """
@@ -198,29 +198,29 @@ class SearchState:
             self.exclude(group, answer)
             return
         for number, (figures,) in zip(group, answer, strict=True):
-            self.learn(number, figures)
+            self.store(number, figures)
 
-    def learn(self, number: int, figures: Figures) -> None:
+    def store(self, number: int, figures: Figures) -> None:
         """Store the exact bytes and seconds of a recipe. Raises `BelowLowerBound` if they are less than its
         lower bounds.
         """
         least, seconds, needed = self.bounds[number], figures.seconds, figures.needed_bytes
         if needed < least.needed_bytes or seconds < least.seconds * (1 - TIME_BOUND_MARGIN):
             raise BelowLowerBound
-        self.judged[number] = figures
+        self.evaluated[number] = figures
         self._siblings.setdefault(self.passes_of(number), []).append(number)
         self._rank_among_best(number)
 
     def correct(self, figures: Mapping[int, Figures]) -> None:
         """Replace the bytes and seconds of simulated recipes by those of full simulations."""
-        self.judged |= figures
+        self.evaluated |= figures
         self._best.clear()
-        for number in self.judged:
+        for number in self.evaluated:
             self._rank_among_best(number)
 
     def _rank_among_best(self, number: int) -> None:
         """Add an evaluated candidate to the Pareto front, unless another one dominates it."""
-        seconds, needed = self.judged[number].seconds, self.judged[number].needed_bytes
+        seconds, needed = self.evaluated[number].seconds, self.evaluated[number].needed_bytes
         start = bisect.bisect_right(self._best, (seconds, needed, number))
         # Bytes decrease along this list, so only the next faster recipe can dominate.
         if start and self._best[start - 1][1] <= needed:
@@ -236,11 +236,11 @@ class SearchState:
         for number in group:
             self.bounds.pop(number, None)
 
-    def judge_smallest(self, pool: WorkerPool, tell: Tell) -> None:
+    def evaluate_smallest(self, pool: WorkerPool, tell: Tell) -> None:
         """Simulate recipes that may need the least memory, those with the smallest lower bound first. Raises
         `BelowLowerBound`.
         """
-        groups = self.by_trace(number for number in self.bounds if number not in self.judged)
+        groups = self.by_trace(number for number in self.bounds if number not in self.evaluated)
         # The first two fields of a bound are bytes and seconds.
         groups.sort(key=lambda group: min(self.bounds[number][:2] for number in group))
         tell("checking")
@@ -251,7 +251,7 @@ class SearchState:
             due = sum(number in self.bounds and not self.cannot_be_smallest(number) for number in left)
             progress.step(skips, due / max(1, len(left)))
 
-        self.judge(groups, pool, skip=self.cannot_be_smallest, step=step)
+        self.evaluate(groups, pool, skip=self.cannot_be_smallest, step=step)
 
     # ---- selection of candidates --------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class SearchState:
         bounds, least = self.bounds, self.bounds[number].seconds
         return any(
             bounds[other].seconds <= least
-            and self.judged[other].seconds * (1 - TIME_BOUND_MARGIN) <= least
+            and self.evaluated[other].seconds * (1 - TIME_BOUND_MARGIN) <= least
             and stands(other)
             for other in self.siblings(number)
         )
@@ -326,12 +326,12 @@ class SearchState:
         def stands(other: int) -> bool:
             if self.worth_listing(self.bounds[other].needed_bytes) > needed:
                 return False
-            fits_too = self.fits(self._least_beside(number, other))
-            return self.fits(self.judged[other].needed_bytes) or not fits_too
+            fits_too = self.fits(self._least_with_sibling(number, other))
+            return self.fits(self.evaluated[other].needed_bytes) or not fits_too
 
         return stands
 
-    def _least_beside(self, number: int, sibling: int) -> int:
+    def _least_with_sibling(self, number: int, sibling: int) -> int:
         """Return a lower bound of a recipe's bytes: its own, plus the fragmentation of a recipe with the same
         forward and backward passes.
         """
@@ -339,7 +339,7 @@ class SearchState:
         # The fragmentation at a peak in the update depends on the optimizer, which siblings do not share.
         if any(bound.needed_bytes <= bound.resting_bytes for bound in (least, known)):
             return least.needed_bytes
-        loss = self.judged[sibling].needed_bytes - known.needed_bytes
+        loss = self.evaluated[sibling].needed_bytes - known.needed_bytes
         return least.needed_bytes + max(0, loss - LOSS_SPREAD)
 
     def passes_of(self, number: int) -> tuple[int, bool, Hashable]:
@@ -356,18 +356,18 @@ class SearchState:
         is enough.
         """
         least = self.bounds[number].needed_bytes
-        if number in self.judged or least > self.smallest * (1 - self.nearly):
+        if number in self.evaluated or least > self.smallest * (1 - self.nearly):
             return True
         siblings = self.siblings(number) if self.nearly else []
-        return any(self.bounds[one].needed_bytes <= least for one in siblings)
+        return any(self.bounds[sibling].needed_bytes <= least for sibling in siblings)
 
     # ---- the answer --------------------------------------------------------------------------------------
 
     def front(self, numbers: Iterable[int] | None = None) -> list[int]:
         """Return the Pareto front of these recipes, or of all that were simulated, the fastest first."""
         smallest, front = math.inf, []
-        for number in sorted(self.judged if numbers is None else numbers, key=self.rank):
-            needed = self.judged[number].needed_bytes
+        for number in sorted(self.evaluated if numbers is None else numbers, key=self.rank):
+            needed = self.evaluated[number].needed_bytes
             if needed < smallest:
                 smallest = needed
                 front.append(number)
@@ -409,16 +409,16 @@ class SearchState:
     @property
     def smallest(self) -> float:
         """Bytes of the smallest simulated recipe; infinite while there is none."""
-        return min((figures.needed_bytes for figures in self.judged.values()), default=math.inf)
+        return min((figures.needed_bytes for figures in self.evaluated.values()), default=math.inf)
 
     def rank(self, number: int) -> tuple[Any, ...]:
         """Return a sort key of simulated recipes: the fastest first, then the smallest, then the simplest."""
-        figures, recipe = self.judged[number], self.space.candidates[number].recipe
+        figures, recipe = self.evaluated[number], self.space.candidates[number].recipe
         return figures.seconds, figures.needed_bytes, self.space.changes(recipe), str(recipe)
 
     def choice(self, number: int, batch_size: int) -> Choice:
         """Return a simulated recipe in the form of a plan's rows (`Choice`)."""
-        candidate, figures = self.space.candidates[number], self.judged[number]
+        candidate, figures = self.space.candidates[number], self.evaluated[number]
         return Choice(
             recipe=str(candidate.recipe),
             requested_bytes=figures.requested_bytes,
@@ -438,7 +438,7 @@ class SearchState:
             tapes=len({candidate.trace for candidate in self.space.candidates}),
             footprints=len({bound.needed_bytes for bound in self.bounds.values()}),
             passes=self.kinds,
-            replayed=len(self.judged),
+            replayed=len(self.evaluated),
         )
 
 

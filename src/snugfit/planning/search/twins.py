@@ -36,7 +36,7 @@ PEAK_SHARE = 0.01
 """Share by which a recipe may need fewer bytes than its twin, since its peak may be at another moment."""
 
 
-class Twins:
+class SimilarRecipes:
     """Finds for each recipe its twin (a similar recipe that is no worse), and records the recipes that were
     skipped. `base` returns the plainer recipe for the comparison, and `bound` a recipe's known lower bound.
     `may_be` returns True for a recipe that has lower bounds or is postponed. `is_refused` returns True for a
@@ -113,7 +113,9 @@ class Twins:
 
     def _are_known(self, number: int, twin: int) -> bool:
         bases = self._base(number), self._base(twin)
-        return self._may_be(twin) and all(one is not None and self._bound(one) is not None for one in bases)
+        return self._may_be(twin) and all(
+            candidate is not None and self._bound(candidate) is not None for candidate in bases
+        )
 
     def _needs(self, number: int) -> tuple[float, ...]:
         """Return the bytes and seconds by which this recipe is compared with its twin. They are the lower
@@ -146,4 +148,4 @@ def _needs_if_compiled(bound: Bound) -> tuple[float, ...]:
 
 
 def _is_less(own: Sequence[float], other: Sequence[float], share: float = 0.0) -> bool:
-    return any(one < least * (1 - share) for one, least in zip(own, other, strict=True))
+    return any(value < least * (1 - share) for value, least in zip(own, other, strict=True))

@@ -93,13 +93,13 @@ def _phases(timed: Sequence[TimedKernel]) -> Iterator[dict[str, Any]]:
 
 
 def _kernels(timed: Iterable[TimedKernel]) -> Iterator[dict[str, Any]]:
-    for one in timed:
-        kernel = one.kernel
+    for entry in timed:
+        kernel = entry.kernel
         about = {"module": kernel.module, "shapes": str(list(kernel.shapes)), "dtype": kernel.dtype}
         work = {"flops": kernel.flops, "bytes": kernel.nbytes}
-        launch = {"ts": MICRO * one.launch, "dur": MICRO * one.launch_seconds}
+        launch = {"ts": MICRO * entry.launch, "dur": MICRO * entry.launch_seconds}
         yield _entry("X", kernel.operator, TRACKS["host"], cat="host", **launch)
-        run = {"ts": MICRO * one.start, "dur": MICRO * one.device_seconds}
+        run = {"ts": MICRO * entry.start, "dur": MICRO * entry.device_seconds}
         track = "copies" if kernel.operator in COPIES else "device"
         track = "communication" if kernel.operator in COLLECTIVES else track
         yield _entry("X", kernel.operator, TRACKS[track], cat="device", **run, args=about | work)
@@ -200,9 +200,9 @@ def _frames(block: Block) -> list[dict[str, Any]]:
     """Return the stack frames of a memory block, with the operator first, as snapshots begin with the
     innermost frame.
     """
-    where = block.module or "the loop"
+    module = block.module or "the loop"
     return [
-        {"name": block.operator, "filename": where, "line": 0},
+        {"name": block.operator, "filename": module, "line": 0},
         {
             "name": block.phase,
             "filename": f"step {block.step + 1}" if block.step >= 0 else "before",
@@ -226,22 +226,22 @@ def _segment(
     start, size = segment["address"], segment["total_size"]
     # A segment lists its blocks by address.
     inside = sorted(
-        (one for one in blocks if start <= one.address < start + size), key=lambda one: one.address
+        (block for block in blocks if start <= block.address < start + size), key=lambda block: block.address
     )
-    active = sum(one.size for one in inside if not one.free)
+    active = sum(block.size for block in inside if not block.free)
     return {
         "device": 0, "address": start, "total_size": size, "stream": 0,
         "segment_type": "small" if segment["small"] else "large", "is_expandable": expandable,
         "segment_pool_id": (0, 0), "allocated_size": active, "active_size": active,
-        "requested_size": sum(one.requested for one in inside if not one.free),
+        "requested_size": sum(block.requested for block in inside if not block.free),
         "frames": [],
         "blocks": [
             {
-                "address": one.address, "size": one.size,
-                "requested_size": 0 if one.free else one.requested,
-                "state": "inactive" if one.free else "active_allocated",
-                "frames": [] if one.free else frames[one.address],
+                "address": block.address, "size": block.size,
+                "requested_size": 0 if block.free else block.requested,
+                "state": "inactive" if block.free else "active_allocated",
+                "frames": [] if block.free else frames[block.address],
             }
-            for one in inside
+            for block in inside
         ],
     }  # fmt: skip

@@ -23,11 +23,11 @@ MASK_IN = 8
 one."""
 
 
-def run_kernel(choice: str, of: Operands) -> torch.Tensor:
+def run_kernel(choice: str, operands: Operands) -> torch.Tensor:
     """Run on `meta` the attention operator that torch calls for the chosen kernel (a result of
     `choose_on_cuda`).
     """
-    out: torch.Tensor = _RUNNERS[choice](of)
+    out: torch.Tensor = _RUNNERS[choice](operands)
     return out
 
 
@@ -54,11 +54,19 @@ def attention_by(
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         # A compiled backward pass follows even if no operand requires a gradient.
-        asked = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        needs_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in (query, key, value))
         # Keys and values with as many heads as the query need no groups.
         grouped = enable_gqa and {query.size(-3)} != {key.size(-3), value.size(-3)}
         operands = Operands(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, grouped, needs_grad=trains or asked
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            grouped,
+            needs_grad=trains or needs_grad,
         )
         choice = policy.choose_attention(operands)
         note(choice)
@@ -67,10 +75,10 @@ def attention_by(
     return scaled_dot_product_attention
 
 
-def _flash(of: Operands) -> Any:
+def _flash(operands: Operands) -> Any:
     import torch
 
-    q, k, v, scale = of.query, of.key, of.value, of.scale
+    q, k, v, scale = operands.query, operands.key, operands.value, operands.scale
     width = q.size(-1)
     padding = -width % 8  # flash requires a head width that is a multiple of 8
     if padding:
@@ -78,40 +86,65 @@ def _flash(of: Operands) -> Any:
         # The default scale follows from the width before the padding.
         scale = scale if scale is not None else float(width) ** -0.5
     operator = torch.ops.aten._scaled_dot_product_flash_attention
-    out = operator(q, k, v, of.dropout, of.causal, False, scale=scale)[0]
+    out = operator(q, k, v, operands.dropout, operands.causal, False, scale=scale)[0]
     return out[..., :width] if padding else out
 
 
-def _flash_for_cpu(of: Operands) -> Any:
+def _flash_for_cpu(operands: Operands) -> Any:
     import torch
 
-    bias = additive(of.mask, of.query.dtype)
+    bias = additive(operands.mask, operands.query.dtype)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return operator(of.query, of.key, of.value, of.dropout, of.causal, attn_mask=bias, scale=of.scale)[0]
-
-
-def _cudnn(of: Operands) -> Any:
-    import torch
-
-    bias = _expand(additive(of.mask, of.query.dtype), of.query, of.key)
-    operator = torch.ops.aten._scaled_dot_product_cudnn_attention
     return operator(
-        of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, False, scale=of.scale
+        operands.query,
+        operands.key,
+        operands.value,
+        operands.dropout,
+        operands.causal,
+        attn_mask=bias,
+        scale=operands.scale,
     )[0]
 
 
-def _efficient(of: Operands) -> Any:
+def _cudnn(operands: Operands) -> Any:
+    import torch
+
+    bias = _expand(additive(operands.mask, operands.query.dtype), operands.query, operands.key)
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return operator(
+        operands.query,
+        operands.key,
+        operands.value,
+        bias,
+        operands.needs_grad,
+        operands.dropout,
+        operands.causal,
+        False,
+        scale=operands.scale,
+    )[0]
+
+
+def _efficient(operands: Operands) -> Any:
     import torch
 
     # The kernels accept additive masks only.
-    bias = additive(of.mask, of.query.dtype)
+    bias = additive(operands.mask, operands.query.dtype)
     if bias is not None and not _is_aligned(bias):
         columns = bias.size(-1)
         # torch's `pad_bias` adds one more multiple if the width is a multiple already.
         bias = torch.constant_pad_nd(bias, (0, MASK_IN - columns % MASK_IN))[..., :columns]
-    bias = _expand(bias, of.query, of.key)
+    bias = _expand(bias, operands.query, operands.key)
     operator = torch.ops.aten._scaled_dot_product_efficient_attention
-    return operator(of.query, of.key, of.value, bias, of.needs_grad, of.dropout, of.causal, scale=of.scale)[0]
+    return operator(
+        operands.query,
+        operands.key,
+        operands.value,
+        bias,
+        operands.needs_grad,
+        operands.dropout,
+        operands.causal,
+        scale=operands.scale,
+    )[0]
 
 
 def _is_aligned(mask: torch.Tensor) -> bool:
@@ -124,15 +157,15 @@ def _is_aligned(mask: torch.Tensor) -> bool:
     return mask.stride(-1) == 1 and not any(stride % MASK_IN for stride in mask.stride()[:-1])
 
 
-def _math(of: Operands) -> Any:
+def _math(operands: Operands) -> Any:
     """Simulate unfused attention (torch's math path), which stores the S x S scores, on `meta`. It repeats
     `_scaled_dot_product_attention_math`. While the recorder is active, torch's own code adds the mask out of
     place (`areAnyTensorSubclassLike`). That needs one matrix of scores more than on a device.
     """
     import torch
 
-    q, k, v, scale = of.query, of.key, of.value, of.scale
-    dtype, bias = q.dtype, additive(of.mask, q.dtype)
+    q, k, v, scale = operands.query, operands.key, operands.value, operands.scale
+    dtype, bias = q.dtype, additive(operands.mask, q.dtype)
     # torch computes half precision in fp32 here unless its switch allows otherwise, so the scores need twice
     # the bytes.
     if str(dtype) in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
@@ -140,12 +173,12 @@ def _math(of: Operands) -> Any:
     # The root of the scale multiplies both operands, which keeps half precision from overflowing.
     root = (abs(scale) if scale is not None else float(q.size(-1)) ** -0.5) ** 0.5
     scaled = q * (-root if scale is not None and scale < 0 else root)
-    if of.causal:
+    if operands.causal:
         triangle = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
         bias = additive(triangle, q.dtype)
         # C++ frees the triangular mask before the product, so it must not live longer here.
         del triangle
-    if of.grouped:
+    if operands.grouped:
         heads = q.size(-3)
         k, v = (operand.repeat_interleave(heads // operand.size(-3), -3) for operand in (k, v))
     scores = torch.matmul(scaled, k.transpose(-2, -1) * root)
@@ -153,8 +186,8 @@ def _math(of: Operands) -> Any:
         # Under a second dispatch mode, torch adds out of place on a device too.
         scores = scores + bias if is_under_a_mode() else scores.add_(bias)
     scores = torch.ops.aten._safe_softmax(scores, -1)
-    if of.dropout > 0:
-        scores = torch.dropout(scores, of.dropout, True)
+    if operands.dropout > 0:
+        scores = torch.dropout(scores, operands.dropout, True)
     weights = scores.to(dtype)  # the second result, which C++ evaluates first
     out = torch.matmul(scores, v).to(dtype)
     del weights

@@ -110,14 +110,16 @@ def order_in_force(order: Sequence[str]) -> Iterator[None]:
     if before[: len(BACKENDS)] in ([BACKENDS[name] for name in names] for names in usual):
         numbers = [BACKENDS[name] for name in order]
         # Other attention kernels of torch follow in their previous order.
-        torch._C._set_sdp_priority_order([*numbers, *(one for one in before if one not in numbers)])
+        torch._C._set_sdp_priority_order(
+            [*numbers, *(backend for backend in before if backend not in numbers)]
+        )
     try:
         yield
     finally:
         torch._C._set_sdp_priority_order(before)
 
 
-def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
+def choose_on_cuda(operands: Operands, fused: FusedKernels) -> str:
     """Return the name of the attention kernel that torch chooses on a GPU: `cudnn`, `flash`, `efficient` or
     `math`.
 
@@ -130,7 +132,7 @@ def choose_on_cuda(of: Operands, fused: FusedKernels) -> str:
     names = {number: name for name, number in BACKENDS.items()}
     for number in torch._C._get_sdp_priority_order():
         name = names.get(number, "")
-        if enabled.get(name) and _TAKES[name](of, fused):
+        if enabled.get(name) and _SUPPORTS[name](operands, fused):
             return name
     raise RuntimeError("No available kernel. Aborting execution.")
 
@@ -149,18 +151,18 @@ def _switched_on() -> dict[str, bool]:
     }
 
 
-def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
+def _fuses(operands: Operands, *, one_for_both: bool = True) -> bool:
     """Return True if attention's operands meet the conditions of every fused kernel (flash, efficient,
     cuDNN). The conditions are four dimensions, one batch size, whole groups of heads, and no empty sequence.
     The sources are `check_tensor_shapes`, `check_batch_size_and_num_heads_dense` and
     `check_nonzero_sequence_lengths_dense`. With `one_for_both`, key and value must have the same number of
     heads.
     """
-    query, key, value = of.query, of.key, of.value
+    query, key, value = operands.query, operands.key, operands.value
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
     heads, shared = query.size(1), {key.size(1), value.size(1)}
-    if of.grouped:
+    if operands.grouped:
         groups = all(heads % count == 0 for count in shared) and not (one_for_both and len(shared) > 1)
     else:
         groups = shared == {heads}
@@ -168,101 +170,107 @@ def _fuses(of: Operands, *, one_for_both: bool = True) -> bool:
     return batches and groups and bool(query.size(2)) and bool(key.size(2))
 
 
-def _is_strided(of: Operands, *, of_one: bool) -> bool:
+def _is_strided(attention: Operands, *, of_one: bool) -> bool:
     """Return True if the last stride of query, key or value is not 1. With `of_one`, operands with heads of
     width 1 are ignored."""
-    operands = () if of_one and of.query.size(-1) == 1 else (of.query, of.key, of.value)
+    operands = (
+        () if of_one and attention.query.size(-1) == 1 else (attention.query, attention.key, attention.value)
+    )
     # The rule is not in torch's sources: such operands ran in the math kernel on an H200. T5's layers compute
     # such a bias.
-    if of.mask is not None and of.mask.stride(-1) != 1:
+    if attention.mask is not None and attention.mask.stride(-1) != 1:
         return True
     return any(operand.stride(-1) != 1 for operand in operands)
 
 
-def _flash_takes(of: Operands, fused: FusedKernels) -> bool:
-    width = of.query.size(-1)
-    if of.mask is not None or not _fuses(of) or _is_strided(of, of_one=True):
+def _flash_supports(operands: Operands, fused: FusedKernels) -> bool:
+    width = operands.query.size(-1)
+    if operands.mask is not None or not _fuses(operands) or _is_strided(operands, of_one=True):
         return False
     # Flash aligns a causal mask at the lower right, torch at the upper left. Both differ for unequal lengths.
-    if of.causal and of.query.size(2) != of.key.size(2):
+    if operands.causal and operands.query.size(2) != operands.key.size(2):
         return False
     # Wide heads need more shared memory in backward than GPUs of these architectures have.
-    if of.needs_grad and not fused.wide_backward and not (width <= 192 or (width > 224 and not of.dropout)):
+    if (
+        operands.needs_grad
+        and not fused.wide_backward
+        and not (width <= 192 or (width > 224 and not operands.dropout))
+    ):
         return False
-    return fused.flash and _is_half(of) and width == of.value.size(-1) and width <= 256
+    return fused.flash and _is_half(operands) and width == operands.value.size(-1) and width <= 256
 
 
-def _cudnn_takes(of: Operands, fused: FusedKernels) -> bool:
+def _cudnn_supports(operands: Operands, fused: FusedKernels) -> bool:
     import torch
 
-    if not (fused.flash and _is_half(of) and _fuses(of, one_for_both=False)):
+    if not (fused.flash and _is_half(operands) and _fuses(operands, one_for_both=False)):
         return False
-    if _is_strided(of, of_one=True):
+    if _is_strided(operands, of_one=True):
         return False
-    if of.mask is not None and not _is_cudnn_mask(of):
+    if operands.mask is not None and not _is_cudnn_mask(operands):
         return False
     if (
-        of.key.size(2) == 1
-        or (of.dropout and of.query.size(2) == 1)
+        operands.key.size(2) == 1
+        or (operands.dropout and operands.query.size(2) == 1)
         # torch excludes cuDNN in deterministic mode, since its backward is not deterministic.
         or torch.get_deterministic_debug_mode() == 2
     ):
         return False
-    widths = of.query.size(-1), of.value.size(-1)
+    widths = operands.query.size(-1), operands.value.size(-1)
     # 192 and 128 are the head widths of latent attention (DeepSeek-V3), an exception of torch.
     return widths == (192, 128) or all(width % 8 == 0 and width <= fused.cudnn_width for width in widths)
 
 
-def _is_cudnn_mask(of: Operands) -> bool:
+def _is_cudnn_mask(operands: Operands) -> bool:
     """Return True if cuDNN attention accepts the mask's shape (`check_attn_mask_shape`).
 
     It must have two or four dimensions, each full or 1, and require no gradient.
     """
-    mask = of.mask
+    mask = operands.mask
     # A mask that requires a gradient ran in the efficient kernel on an H200: T5's with checkpointing
     # (contiguous zeros).
     if mask is None or mask.requires_grad or mask.dim() not in (2, 4):
         return False
-    whole = (of.query.size(0), of.query.size(1), of.query.size(2), of.key.size(2))
+    whole = (operands.query.size(0), operands.query.size(1), operands.query.size(2), operands.key.size(2))
     return all(size in (1, full) for size, full in zip(mask.shape, whole[-mask.dim() :], strict=True))
 
 
-def _efficient_takes(of: Operands, fused: FusedKernels) -> bool:
+def _efficient_supports(operands: Operands, fused: FusedKernels) -> bool:
     # A row of a head must fill multiples of 16 bytes (`minimum_gemm_alignment`).
-    aligned = 8 if _is_half(of) else 4
+    aligned = 8 if _is_half(operands) else 4
     return (
-        _fuses(of)
-        and not of.grouped
-        and not _is_strided(of, of_one=False)
-        and (str(of.query.dtype) != "torch.bfloat16" or fused.efficient_bf16)
-        and str(of.query.dtype) != "torch.float64"
-        and of.query.size(-1) % aligned == 0
-        and of.value.size(-1) % aligned == 0
+        _fuses(operands)
+        and not operands.grouped
+        and not _is_strided(operands, of_one=False)
+        and (str(operands.query.dtype) != "torch.bfloat16" or fused.efficient_bf16)
+        and str(operands.query.dtype) != "torch.float64"
+        and operands.query.size(-1) % aligned == 0
+        and operands.value.size(-1) % aligned == 0
     )
 
 
-def _is_half(of: Operands) -> bool:
-    return str(of.query.dtype) in HALVES
+def _is_half(operands: Operands) -> bool:
+    return str(operands.query.dtype) in HALVES
 
 
-_TAKES: dict[str, Callable[[Operands, FusedKernels], bool]] = {
-    "cudnn": _cudnn_takes,
-    "flash": _flash_takes,
-    "efficient": _efficient_takes,
+_SUPPORTS: dict[str, Callable[[Operands, FusedKernels], bool]] = {
+    "cudnn": _cudnn_supports,
+    "flash": _flash_supports,
+    "efficient": _efficient_supports,
     "math": lambda of, fused: True,
 }
 
 
-def choose_on_cpu(of: Operands) -> str:
+def choose_on_cpu(operands: Operands) -> str:
     """Return the name of the attention kernel that torch chooses on a CPU, `flash_for_cpu` or `math`, by
     `native/transformers/sdp_utils_cpp.cpp` for dense operands.
 
     Raise torch's `RuntimeError` if no enabled kernel supports the operands.
     """
     enabled = _switched_on()
-    fits = of.dropout == 0 and _fuses(of) and (of.mask is None or _is_cudnn_mask(of))
-    strided = any(operand.stride(-1) != 1 for operand in (of.query, of.key, of.value))
-    if enabled["flash"] and fits and not strided and of.query.size(-1) == of.value.size(-1):
+    fits = operands.dropout == 0 and _fuses(operands) and (operands.mask is None or _is_cudnn_mask(operands))
+    strided = any(operand.stride(-1) != 1 for operand in (operands.query, operands.key, operands.value))
+    if enabled["flash"] and fits and not strided and operands.query.size(-1) == operands.value.size(-1):
         return "flash_for_cpu"
     if enabled["math"]:
         return "math"

@@ -197,9 +197,9 @@ def _switched_off(
 def _casting(cast: Callable[[], Callable[[Any], Any]], previous: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(arguments: Any, keywords: Any) -> _Arguments:
         # C++ evaluates the wrapper's arguments from right to left, so the copies are allocated in this order.
-        one = cast()
-        cast_arguments = [_cast_all(one, value) for value in reversed(arguments)][::-1]
-        return _Arguments(cast_arguments, {name: _cast_all(one, value) for name, value in keywords.items()})
+        copy = cast()
+        cast_arguments = [_cast_all(copy, value) for value in reversed(arguments)][::-1]
+        return _Arguments(cast_arguments, {name: _cast_all(copy, value) for name, value in keywords.items()})
 
     return _switched_off(previous, prepare)
 

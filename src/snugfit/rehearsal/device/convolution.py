@@ -125,8 +125,8 @@ def _workspace_of_parts(x: Any, weight: Any, gradient: Any) -> Scratch:
 def _is_of_patches(x: Any, weight: Any, out: Any) -> bool:
     """Return True for a patch embedding in half precision: a convolution of images (B, C, H, W) whose stride
     equals its kernel size."""
-    apart = x.dim() == 4 and out.size(2) == x.size(2) // weight.size(2)
-    return bool(apart and x.element_size() == 2 and _has_colours(x))
+    no_overlap = x.dim() == 4 and out.size(2) == x.size(2) // weight.size(2)
+    return bool(no_overlap and x.element_size() == 2 and _has_colours(x))
 
 
 def _has_colours(x: Any) -> bool:

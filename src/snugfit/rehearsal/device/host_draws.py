@@ -188,4 +188,9 @@ class _DrawnTensor(torch.Tensor):
                 draw.compare(args[1])
             else:
                 draw.tell()
-            return func(*(one.as_subclass(torch.Tensor) if isinstance(one, cls) else one for one in args))
+            return func(
+                *(
+                    argument.as_subclass(torch.Tensor) if isinstance(argument, cls) else argument
+                    for argument in args
+                )
+            )

@@ -65,13 +65,17 @@ def index(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     """
     import torch
 
-    indices = [one for one in arguments[1] if one is not None]
+    indices = [tensor for tensor in arguments[1] if tensor is not None]
     if len(indices) < 2:
         return ()
-    alike = torch.broadcast_tensors(*indices)
-    if len({one.stride() for one in alike}) == 1:
+    broadcast = torch.broadcast_tensors(*indices)
+    if len({tensor.stride() for tensor in broadcast}) == 1:
         return ()
-    copies = (Buffer(f"index {n}", _nbytes(one)) for n, one in enumerate(alike) if not one.is_contiguous())
+    copies = (
+        Buffer(f"index {n}", _nbytes(tensor))
+        for n, tensor in enumerate(broadcast)
+        if not tensor.is_contiguous()
+    )
     return nest(*copies, during=(OUTPUTS,))
 
 
@@ -90,8 +94,8 @@ def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     Values to add (the gradient of a gather) are sorted, so that they are added in one order:
     `index_put_with_sort_kernel`, `native/cuda/Indexing.cu`. Values to write are not sorted.
     """
-    operand, indices = arguments[0], [one for one in arguments[1] if one is not None]
-    if any(str(one.dtype) in ("torch.bool", "torch.uint8") for one in indices):
+    operand, indices = arguments[0], [tensor for tensor in arguments[1] if tensor is not None]
+    if any(str(tensor.dtype) in ("torch.bool", "torch.uint8") for tensor in indices):
         return ()  # the number of true elements depends on data
     if len(arguments) < 4 or not arguments[3]:
         return index(arguments, out, gpu)
@@ -102,7 +106,7 @@ def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     for _ in indices[1:]:
         linear += nest(Buffer("wrapped", nbytes), Buffer("stride", nbytes))
     copies: Scratch = ()
-    rows = math.prod(operand.size(dim) for dim, one in enumerate(arguments[1]) if one is not None)
+    rows = math.prod(operand.size(dim) for dim, tensor in enumerate(arguments[1]) if tensor is not None)
     # The kernel reads values one after the other, so broadcast or strided values are copied.
     if value.numel() < count * (operand.numel() // max(rows, 1)) or not value.is_contiguous():
         copies = (Buffer("value", count * (operand.numel() // max(rows, 1)) * value.element_size()),)
@@ -119,11 +123,11 @@ def index_put(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
 def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
     import torch
 
-    return tuple(torch.broadcast_shapes(*(one.shape for one in indices)))
+    return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in indices)))
 
 
 def _adjacent(indices: Sequence[Any]) -> bool:
-    dims = [dim for dim, one in enumerate(indices) if one is not None]
+    dims = [dim for dim, tensor in enumerate(indices) if tensor is not None]
     return dims[-1] - dims[0] == len(dims) - 1
 
 

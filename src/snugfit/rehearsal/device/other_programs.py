@@ -32,12 +32,14 @@ FLEX = (
 _FLEX = "torch.nn.attention.flex_attention"
 """Module of `flex_attention` and its block masks. transformers compiles these functions."""
 
-_FALLS_BACK = re.compile(r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`")
+_FALLBACK_MESSAGE = re.compile(
+    r"`\w+` is falling back to its reference PyTorch implementation because `([^`]+)`"
+)
 """Log message that transformers writes when it uses its own code instead of a hub kernel
 (`use_kernel_func_from_hub_with_fallback`).
 """
 
-_ASKS_FOR = {
+_PACKAGE_CHECKS = {
     "is_ninja_available": "kernels",
     "is_mambapy_available": "mambapy",
     "is_xlstm_available": "xlstm",
@@ -79,7 +81,7 @@ def replaced_by_eager(doubt: Callable[[str], None]) -> dict[Any, Any]:
 
 
 @contextlib.contextmanager
-def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
+def simulated_programs(doubt: Callable[[str], None]) -> Iterator[None]:
     """Context in which compiled code runs uncompiled and transformers' functions run their own PyTorch code,
     each with a warning."""
     from torch.nn.attention import flex_attention as flex  # or the first forward pass imports the original
@@ -102,12 +104,12 @@ def rehearsed_instead(doubt: Callable[[str], None]) -> Iterator[None]:
 
         # transformers logs this message when it replaces scans and convolutions by kernels of mamba-ssm and
         # others.
-        def hear(message: str, *arguments: Any) -> None:
-            if names := _FALLS_BACK.match(message):
+        def warn_of_fallback(message: str, *arguments: Any) -> None:
+            if names := _FALLBACK_MESSAGE.match(message):
                 doubt(without_package(names[1], installed=False))
             warn(message, *arguments)
 
-        undo.enter_context(patch.object(logger, "warning_once", hear))
+        undo.enter_context(patch.object(logger, "warning_once", warn_of_fallback))
         # While Dynamo exports, transformers runs its own code: the packages' kernels do not support `meta`.
         if hasattr(hub_kernels, "is_torchdynamo_exporting"):
 
@@ -127,15 +129,15 @@ def is_compiled(module: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
-def kernels_asked_for(model: nn.Module) -> Iterator[str]:
+def missing_kernel_packages(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each package of faster kernels that this model's source files look for."""
     from importlib.util import find_spec
 
     # Some models (RWKV, YOSO, MRA, xLSTM) load kernels of their own. Their checks for packages show this.
     files = {type(module).__module__ for module in model.modules()}
     names = {name for file in files for name in vars(sys.modules.get(file, object))}
-    for function in sorted(_ASKS_FOR.keys() & names):
-        package = _ASKS_FOR[function]
+    for function in sorted(_PACKAGE_CHECKS.keys() & names):
+        package = _PACKAGE_CHECKS[function]
         yield without_package(package, installed=find_spec(package) is not None)
 
 
@@ -171,8 +173,8 @@ def _without_whole_mask(create_block_mask: Any) -> Callable[..., Any]:
     ) -> Any:
         # A compiled function creates the blocks without the whole mask, so one element with the mask's shape
         # represents it.
-        truth = torch.empty(1, dtype=torch.bool, device=device)
-        return truth.expand(batch or 1, heads or 1, rows, columns)
+        scalar = torch.empty(1, dtype=torch.bool, device=device)
+        return scalar.expand(batch or 1, heads or 1, rows, columns)
 
     def convert(mask: Any, Q_BLOCK_SIZE: int = 128, KV_BLOCK_SIZE: int = 128, *_: Any, **__: Any) -> Any:
         blocks = -(-mask.size(2) // Q_BLOCK_SIZE), -(-mask.size(3) // KV_BLOCK_SIZE)

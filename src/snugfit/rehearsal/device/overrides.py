@@ -26,7 +26,7 @@ from snugfit.rehearsal.device.attention_choice import Operands, order_in_force
 from snugfit.rehearsal.device.autocast import KEY, SWITCH, Autocasting, WeightCache, overriding
 from snugfit.rehearsal.device.composites import composites
 from snugfit.rehearsal.device.notes import PolicyNotes
-from snugfit.rehearsal.device.other_programs import rehearsed_instead, replaced_by_eager
+from snugfit.rehearsal.device.other_programs import replaced_by_eager, simulated_programs
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
         try:
             # A simulation draws random numbers too (a loader's seed, the HF Trainer's). It must not change
             # the user's sequence.
-            undo.enter_context(_random_numbers_kept())
+            undo.enter_context(_preserve_rng())
             undo.enter_context(order_in_force(policy.attention_order))
             library = torch.library.Library("aten", "IMPL")
             undo.callback(library._destroy)
@@ -67,7 +67,7 @@ def in_force(policy: Policy, notes: PolicyNotes | None = None) -> Iterator[Polic
             autocasting = Autocasting(library, policy, kernels, cache)
             fill_dynamos_table()
             undo.enter_context(bindings(policy, cache, autocasting.begin, notes))
-            undo.enter_context(rehearsed_instead(notes.doubt))
+            undo.enter_context(simulated_programs(notes.doubt))
             undo.enter_context(built_as_on_a_device())
             # If torch moved a function, its override would have no effect and all predictions would be wrong
             # without an error.
@@ -88,7 +88,7 @@ _PROBED: set[Policy] = set()
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _preserve_rng() -> Iterator[None]:
     """Context that restores the states of all random generators of the process at its end."""
     import random
 
@@ -131,12 +131,12 @@ def _probe(policy: Policy) -> None:
     _expect("foreach optimizers", foreach)
 
 
-def _expect(what: str, holds: bool) -> None:
+def _expect(override: str, holds: bool) -> None:
     if not holds:
         import torch
 
         raise RehearsalError(
-            f"torch {torch.__version__} does not accept snugfit's override of {what}, so a prediction "
+            f"torch {torch.__version__} does not accept snugfit's override of {override}, so a prediction "
             f"would be wrong. {TESTED}"
         )
 
@@ -235,7 +235,7 @@ def _of_the_switch(dtype_of: Callable[[str], torch.dtype]) -> Callable[[str], to
 # A search through every name of every module takes longer than a small simulation. So the found positions are
 # cached, and a module is searched again only if its number of names has changed.
 
-_LOOKED_THROUGH: dict[int, dict[str, Any]] = {}
+_SEARCHED_MODULES: dict[int, dict[str, Any]] = {}
 """Attribute dictionaries of the modules that were searched for replaced functions, by the module's id."""
 
 _COUNTS: dict[int, int] = {}
@@ -245,7 +245,7 @@ _MODULES: list[Any] = []
 """The modules that were loaded at the last search. The list keeps them alive, so that no other module gets
 the same id."""
 
-_FOUND: dict[tuple[int, str], dict[str, Any]] = {}
+_REPLACED_IN: dict[tuple[int, str], dict[str, Any]] = {}
 """Attribute dictionaries of modules that contain a replaced function, by (id of the dictionary, attribute
 name).
 """
@@ -260,21 +260,21 @@ def _rebind(replacements: dict[Any, Any]) -> None:
     Modules that were imported since the last search are searched too, so that they get the originals back.
     """
     by_id = {id(old): new for old, new in replacements.items()}
-    if not _are_as_looked_through():
+    if not _are_unchanged():
         _record_names(by_id)
-    for (_, name), names in _FOUND.items():
+    for (_, name), names in _REPLACED_IN.items():
         if (new := by_id.get(id(names.get(name)))) is not None:
             names[name] = new
 
 
-def _are_as_looked_through() -> bool:
+def _are_unchanged() -> bool:
     """Return True if no module was loaded, and no name was added to one, since the last search for replaced
     functions.
     """
     modules = list(sys.modules.values())
     if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
         return False
-    return [*map(len, _LOOKED_THROUGH.values())] == [*_COUNTS.values()]
+    return [*map(len, _SEARCHED_MODULES.values())] == [*_COUNTS.values()]
 
 
 def _record_names(ids: Collection[int]) -> None:
@@ -288,10 +288,10 @@ def _record_names(ids: Collection[int]) -> None:
         names = getattr(module, "__dict__", None)
         if names is None or _COUNTS.get(id(names)) == len(names):
             continue
-        _LOOKED_THROUGH[id(names)], _COUNTS[id(names)] = names, len(names)
+        _SEARCHED_MODULES[id(names)], _COUNTS[id(names)] = names, len(names)
         for name, value in list(names.items()):
             if id(value) in ids or name in own_names:  # the name may be bound to another object now
-                _FOUND[id(names), name] = names
+                _REPLACED_IN[id(names), name] = names
 
 
 def _reset_if_new(originals: Collection[Any]) -> None:
@@ -301,10 +301,10 @@ def _reset_if_new(originals: Collection[Any]) -> None:
     if len(originals) == len(_ORIGINALS) and all(map(operator.is_, originals, _ORIGINALS)):
         return
     _ORIGINALS[:] = originals
-    _LOOKED_THROUGH.clear()
+    _SEARCHED_MODULES.clear()
     _COUNTS.clear()
     _MODULES.clear()
-    _FOUND.clear()
+    _REPLACED_IN.clear()
 
 
 DEVICE_OF_CONTEXT = "get_torch_context_manager_or_global_device"
@@ -330,7 +330,7 @@ def built_as_on_a_device() -> Iterator[None]:
         model: Any = modeling_utils.PreTrainedModel
         if hasattr(model, "initialize_weights"):
             undo.enter_context(
-                patch.object(model, "initialize_weights", _as_far_as_it_goes(model.initialize_weights))
+                patch.object(model, "initialize_weights", _until_error(model.initialize_weights))
             )
         if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:
             layer = tuners.BaseTunerLayer
@@ -339,7 +339,7 @@ def built_as_on_a_device() -> Iterator[None]:
         yield
 
 
-def _as_far_as_it_goes(initialize: Any) -> Any:
+def _until_error(initialize: Any) -> Any:
     def initialize_what_goes(model: Any) -> None:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             initialize(model)
@@ -347,14 +347,14 @@ def _as_far_as_it_goes(initialize: Any) -> Any:
     return initialize_what_goes
 
 
-def _cast_too(move: Any) -> Any:
+def _cast_too(event: Any) -> Any:
     """Return a replacement of peft's function that moves an adapter to its base layer's device and dtype; it
     also casts on `meta`.
     """
     import torch
 
     def move_and_cast(layer: Any, adapter_name: str, *arguments: Any, **keywords: Any) -> None:
-        move(layer, adapter_name, *arguments, **keywords)
+        event(layer, adapter_name, *arguments, **keywords)
         weight = getattr(layer.get_base_layer(), "weight", None)
         if weight is None or not weight.is_meta or not weight.is_floating_point():
             return

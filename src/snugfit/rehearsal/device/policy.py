@@ -135,20 +135,22 @@ class CudaPolicy(Policy):
     peers: tuple[CudaPolicy, ...] = ()
     """Policies of other GPUs that share the simulation.
 
-    A decision that differs between them ends the simulation with `PoliciesDiffer`. See `may_share`.
+    A decision that differs between them ends the simulation with `PoliciesDiffer`. See `sharing_key`.
     """
 
     def choose_attention(self, operands: attention_choice.Operands) -> str:
         """Return the name of the attention kernel that `sdp_utils.cpp` chooses for this GPU's compute
         capability.
         """
-        return self.common(lambda one: attention_choice.choose_on_cuda(operands, one._attention_kernels))
+        return self.common_choice(
+            lambda policy: attention_choice.choose_on_cuda(operands, policy._attention_kernels)
+        )
 
-    def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
+    def common_choice(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
         """Return the value of the function `fact` for this policy, such as the chosen attention kernel. Raise
         `PoliciesDiffer` if a GPU that shares the simulation has another value.
         """
-        facts = {fact(one) for one in (self, *self.peers)}
+        facts = {fact(policy) for policy in (self, *self.peers)}
         if len(facts) > 1:
             raise PoliciesDiffer(
                 f"GPUs that are simulated together run different kernels: {sorted(map(str, facts))}."
@@ -170,10 +172,10 @@ class CudaPolicy(Policy):
 
         The sizes of their workspaces and temporary buffers may differ.
         """
-        return self._attention_kernels, self.capability[0] in _FUSING_GROUPS, self.may_share
+        return self._attention_kernels, self.capability[0] in _FUSING_GROUPS, self.sharing_key
 
     @property
-    def may_share(self) -> Hashable:
+    def sharing_key(self) -> Hashable:
         """Key that is equal for GPUs that may share one simulation (`peers`).
 
         Their kernels may differ only for heads wider than 128 and for grouped products.
@@ -203,7 +205,7 @@ class CudaPolicy(Policy):
         fp32 on an H200 show this. Other architectures are assumed to be equal; nothing was measured on them.
         """
         is_fused = str(dtype) == "torch.bfloat16"
-        return self.common(lambda one: is_fused and one.capability[0] in _FUSING_GROUPS)
+        return self.common_choice(lambda policy: is_fused and policy.capability[0] in _FUSING_GROUPS)
 
     def scratch(self, operator: str, arguments: Sequence[Any], out: Any) -> Scratch:
         """Return the temporary buffers of this operator's kernel, such as those of reductions and attention:
@@ -240,7 +242,7 @@ class ComparedPolicy(CudaPolicy):
     remembers_scratch = False
 
     compared: tuple[CudaPolicy, ...]
-    """Policies of the other GPUs that may share the simulation (`may_share`)."""
+    """Policies of the other GPUs that may share the simulation (`sharing_key`)."""
 
     sizes: dict[CudaPolicy, dict[tuple[str, int], int] | None] = field(default_factory=dict, compare=False)
     """Bytes of each buffer on another GPU, by (name in a trace, bytes on this GPU).
@@ -261,11 +263,11 @@ class ComparedPolicy(CudaPolicy):
             noting._note(other, "", policy.workspaces("aten::addmm"), other.workspaces("aten::addmm"))
         return noting
 
-    def common(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
+    def common_choice(self, fact: Callable[[CudaPolicy], _Choice]) -> _Choice:
         """Return the value of the function `fact` for this policy, such as the chosen attention kernel. Mark
         other GPUs with another value as different.
         """
-        own = super().common(fact)
+        own = super().common_choice(fact)
         self.sizes.update({other: None for other in self.compared if fact(other) != own})
         return own
 
@@ -293,11 +295,16 @@ class ComparedPolicy(CudaPolicy):
         if sizes is None or own == scratch == ():
             return
         # Buffers are paired by position. If their numbers differ, the GPUs count as different.
-        pairs = [(prefix + one.name, one.nbytes, two.nbytes) for one, two in zip(own, scratch, strict=False)]
-        alike = [(one.name, one.nbytes > 0) for one in own] == [(two.name, two.nbytes > 0) for two in scratch]
+        pairs = [
+            (prefix + buffer.name, buffer.nbytes, two.nbytes)
+            for buffer, two in zip(own, scratch, strict=False)
+        ]
+        same_buffers = [(buffer.name, buffer.nbytes > 0) for buffer in own] == [
+            (two.name, two.nbytes > 0) for two in scratch
+        ]
         for name, nbytes, size in pairs:
-            alike = alike and (nbytes <= 0 or sizes.setdefault((name, nbytes), size) == size)
-        if not alike:
+            same_buffers = same_buffers and (nbytes <= 0 or sizes.setdefault((name, nbytes), size) == size)
+        if not same_buffers:
             self.sizes[other] = None
 
 

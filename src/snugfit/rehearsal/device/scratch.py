@@ -226,7 +226,9 @@ def _flash_varlen_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> 
         ungrouped = key.size(0) * heads * width * key.element_size()
         buffers += [Buffer("ungrouped dk", ungrouped), Buffer("ungrouped dv", ungrouped)]
     # Only gradient and output (arguments 0 and 4) are copied if they are not contiguous.
-    copies = [Buffer("contiguous", _nbytes(one)) for one in arguments[:5:4] if not one.is_contiguous()]
+    copies = [
+        Buffer("contiguous", _nbytes(tensor)) for tensor in arguments[:5:4] if not tensor.is_contiguous()
+    ]
     return nest(*copies, during=(OUTPUTS, *nest(*buffers)))
 
 

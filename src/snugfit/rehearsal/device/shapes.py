@@ -113,7 +113,11 @@ def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.T
 
 
 def convolution_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *how: Any
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    *options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return empty tensors for the requested gradients of a convolution's input, weight and bias.
 
@@ -128,7 +132,7 @@ def convolution_backward(
     def like(operand: torch.Tensor) -> torch.Tensor:
         return torch.empty(operand.shape, dtype=gradient.dtype, device="meta", memory_format=layout)
 
-    of_x, of_weight, of_bias = how[-1]  # the last argument: the requested gradients
+    of_x, of_weight, of_bias = options[-1]  # the last argument: the requested gradients
     return (
         like(x) if of_x else None,
         like(weight) if of_weight else None,

@@ -156,9 +156,9 @@ class Allocations:
     # ---- CUDA graphs -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def allocating(self, where: Memory) -> Iterator[None]:
+    def allocating(self, memory: Memory) -> Iterator[None]:
         """Context in which storages are allocated from this memory, such as the pool of CUDA graphs."""
-        before, self._from = self._from, where
+        before, self._from = self._from, memory
         try:
             yield
         finally:
@@ -206,7 +206,7 @@ class Allocations:
         sizes = (self._blocks[abs(event) - 1][0] * (1 if event > 0 else -1) for event in self.events)
         return sum(sizes)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Delete the recorded allocations and frees of a run, to free memory."""
         self.events.clear()
         self._blocks.clear()

@@ -24,7 +24,7 @@ _PASSES_ON = ("torch", "snugfit.rehearsal", "contextlib", "functools")
 _LOOPS = ("snugfit", "accelerate", "transformers.trainer", "transformers.optimization", "bitsandbytes")
 """Packages that read values only for a log or a check. Such a read does not change a step."""
 
-_WARNS = ("warn_if_padding_and_no_attention_mask",)
+_WARNING_FUNCTIONS = ("warn_if_padding_and_no_attention_mask",)
 """Functions of transformers that read a value only to decide on a warning."""
 
 
@@ -37,7 +37,7 @@ class CodeLine(NamedTuple):
     """Number of the line in its source file."""
 
     @classmethod
-    def asking(cls) -> Self | None:
+    def of_stack(cls) -> Self | None:
         """Return the line of model code on the current stack that reads a tensor's value; None if a training
         loop reads it.
         """
@@ -47,7 +47,7 @@ class CodeLine(NamedTuple):
             frame = frame.f_back
         # A training loop reads a value for a log, or for a check that ordinary data passes. No allocation
         # depends on it.
-        if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNS:
+        if frame is None or _is_of(module_of(frame), _LOOPS) or frame.f_code.co_name in _WARNING_FUNCTIONS:
             return None
         return cls(frame, frame.f_lineno)
 
@@ -69,7 +69,7 @@ def module_of(frame: FrameType) -> str:
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:
     """Return True if a module is one of these packages or inside of one; `transformers.trainer_utils` counts
     as part of `trainer`."""
-    return any(module == one or module.startswith((f"{one}.", f"{one}_")) for one in packages)
+    return any(module == package or module.startswith((f"{package}.", f"{package}_")) for package in packages)
 
 
 _NUMBERS = (
@@ -93,7 +93,7 @@ def lists_in_index() -> list[Any]:
     source of the index is evaluated a second time if that has no side effect. This is true for a name, an
     attribute, or a list of whole numbers.
     """
-    line = CodeLine.asking()
+    line = CodeLine.of_stack()
     expression = _expression(line.frame) if line is not None else None
     if line is None or not isinstance(expression, ast.Subscript):
         return []

@@ -41,7 +41,7 @@ class Assumption(StrEnum):
     NUMBER = "A number that depends on weights or random numbers is assumed to be 1"
 
 
-class Assumed(NamedTuple):
+class AssumedTensor(NamedTuple):
     """A CPU tensor with assumed values for a tensor on `meta`, and the reason for the assumption."""
 
     assumption: Assumption
@@ -50,22 +50,22 @@ class Assumed(NamedTuple):
     """Function that creates the tensor of assumed values on the CPU."""
 
 
-def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> Assumed:
+def assume(func: Any, args: tuple[Any, ...], index: int, out: torch.Tensor, routing: str) -> AssumedTensor:
     """Return an assumed value for result number `index` of an operator with unknown operands.
 
     The result has integers or booleans, in `out`'s shape.
     """
     shape, dtype = tuple(out.shape), out.dtype
     if dtype is torch.bool:
-        return Assumed(Assumption.MASK, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
+        return AssumedTensor(Assumption.MASK, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
     if index == _CHOICES.get(func, -1) and args[0].dim():
         balanced = routing == "balanced"
         options, dim, sorts = *_dimension(func, args, out), func in _SORTS
-        return Assumed(
+        return AssumedTensor(
             Assumption.BALANCED if balanced else Assumption.WORST,
             lambda: _choices(shape, dim, options, spread=balanced, whole=sorts).to(dtype),
         )
-    return Assumed(Assumption.NUMBER, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
+    return AssumedTensor(Assumption.NUMBER, lambda: torch.ones(shape, dtype=dtype, device="cpu"))
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable})
@@ -90,7 +90,7 @@ def _dimension(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> tuple[int
     """
     # Position of `dim`: `topk` has `k` in front of it.
     at = {aten.topk.default: 2, aten.sort.stable: 2, aten.argsort.stable: 2}.get(func, 1)
-    dims = [one for one in args[at : at + 1] if type(one) is int]
+    dims = [argument for argument in args[at : at + 1] if type(argument) is int]
     chosen_from = args[0]
     # Without `dim`, these return an index into the flattened tensor.
     if not dims and func in (aten.argmax.default, aten.argmin.default):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 # torch receives it as an ordinary float, so only an unusual value identifies it in an operator.
-ABOUT_ONE = 1.0 + 2.0**-40
+ASSUMED_VALUE = 1.0 + 2.0**-40
 """Assumed value of unknown numbers: 1, plus a small fraction by which it and values computed from it are
 recognized.
 """
@@ -50,7 +50,10 @@ class AssumedFloat(float):
         # A numpy float could not report later decisions, so the conversion itself is reported as one.
         self._decides()
         # `float(one)` would call the replaced `__float__` and report a second time.
-        plain = [float.__add__(one, 0.0) if isinstance(one, AssumedFloat) else one for one in operands]
+        plain = [
+            float.__add__(operand, 0.0) if isinstance(operand, AssumedFloat) else operand
+            for operand in operands
+        ]
         return getattr(function, method)(*plain, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -103,7 +103,7 @@ def _moving(nbytes: int, *, tensors: int = 1, dtype: str = "torch.uint8") -> Ker
 
 
 @contextlib.contextmanager
-def copies_heard(write: Write, wait: Callable[[], None]) -> Iterator[None]:
+def copies_recorded(write: Write, wait: Callable[[], None]) -> Iterator[None]:
     """Context in which simulated copies between host and device are recorded: `write` adds a kernel, `wait` a
     wait of the host.
     """

@@ -154,9 +154,9 @@ def cuda_names(policy: CudaPolicy, notes: PolicyNotes, wait: Callable[[], None])
 def _by_caller(plain: Any, answer: Any) -> Any:
     """Return a function that calls `answer` if the user's code calls it, and `plain` if a library does."""
 
-    def ask(*arguments: Any, **keywords: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         # Libraries must see the real state, or they would call CUDA for tensors on `meta`.
         chosen = answer if _called_by_user_code(sys._getframe(1)) else plain
         return chosen(*arguments, **keywords)
 
-    return ask
+    return call

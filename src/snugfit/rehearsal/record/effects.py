@@ -37,7 +37,7 @@ class Effect(Enum):
     """
 
 
-EMPTIES = frozenset(
+UNINITIALIZED = frozenset(
     {
         aten.empty.memory_format,
         aten.empty_like.default,
@@ -59,7 +59,7 @@ FILLED: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.full_like.default: lambda args: args[1],
     aten.new_full.default: lambda args: args[2],
     aten.scalar_tensor.default: lambda args: args[0],
-    **dict.fromkeys(EMPTIES, lambda args: 0),
+    **dict.fromkeys(UNINITIALIZED, lambda args: 0),
 }
 """Operators that create filled tensors, each with a function that returns the fill value from the arguments.
 """
@@ -67,7 +67,7 @@ FILLED: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
 OVERWRITES = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default})
 """Operators that overwrite every element of their first operand."""
 
-BY_MASKS = frozenset(
+MASK_INDEXING = frozenset(
     {
         aten.index.Tensor,
         aten._unsafe_index.Tensor,
@@ -99,14 +99,14 @@ SHAPED_BY_DATA = DISTINCT | {
 }
 """Operators whose output shapes depend on the values of their operands."""
 
-ASKING = frozenset(
+VALUE_READS = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten._to_copy.default, aten.copy_.default}
 )
 """Operators through which the host reads values of tensors. Copies count only if their target is on the host.
 """
 
 # A gradient scaler divides by a scale and checks for infinity: finite values leave its flags unchanged.
-_KEEPING = frozenset(
+_IN_PLACE_RESULTS = frozenset(
     {"aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_", "aten::set_"}
 )
 
@@ -116,7 +116,7 @@ def effect_of(func: Any) -> Effect:
     if func in FILLED:
         return Effect.FILLS
     schema = func._schema
-    if schema.name in _KEEPING:
+    if schema.name in _IN_PLACE_RESULTS:
         return Effect.KEEPS
     aliases = [argument.alias_info for argument in schema.arguments]
     written = [alias is not None and alias.is_write for alias in aliases]

@@ -40,11 +40,13 @@ def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
     if nbytes and times_anything():
         # The buffers are alive together until the function returns, as in Inductor's benchmark.
         beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
-        beside += [torch.empty_like(one) for one in changes if one.numel() * one.itemsize <= nbytes]
+        beside += [
+            torch.empty_like(tensor) for tensor in changes if tensor.numel() * tensor.itemsize <= nbytes
+        ]
 
 
 @contextlib.contextmanager
-def settings_known() -> Iterator[None]:
+def known_settings() -> Iterator[None]:
     """Context in which benchmarks of Triton kernel configurations are not simulated, since they run only in
     the first step.
     """

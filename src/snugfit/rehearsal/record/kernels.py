@@ -176,7 +176,7 @@ def _layout(
     if "attention" in func._schema.name:
         return WITH_DROPOUT if _argument(func, args, kwargs, "dropout_p") else ""
     if torch.Tag.pointwise in func.tags or func._schema.name in _COPYING:
-        return _pointwise_layout([one for one in (*inputs, *outputs) if one.device.type == "meta"])
+        return _pointwise_layout([tensor for tensor in (*inputs, *outputs) if tensor.device.type == "meta"])
     return ""
 
 
@@ -198,12 +198,12 @@ def _pointwise_layout(operands: list[Any]) -> str:
     """
     last = operands[-1]
     # TensorIterator merges the dimensions of dense operands with equal strides into one.
-    alike = all(
-        one.shape == last.shape and one.stride() == last.stride() for one in operands
+    same_layout = all(
+        operand.shape == last.shape and operand.stride() == last.stride() for operand in operands
     ) and torch.ops.aten.is_non_overlapping_and_dense.default(last)
-    if not alike:
+    if not same_layout:
         return TRANSPOSED if any(map(_across, operands)) else STRIDED
-    floats = [one.dtype for one in operands if one.is_floating_point()]
+    floats = [operand.dtype for operand in operands if operand.is_floating_point()]
     narrows = len(operands) == 2 and floats[:1] == [torch.float32]  # torch has a separate kernel for it
     return CASTS if len(set(floats)) > 1 and not narrows else ""
 
@@ -212,8 +212,8 @@ def _across(operand: torch.Tensor) -> bool:
     """Return True if a kernel reads this large operand across its rows: consecutive elements of a read are
     not adjacent in memory.
     """
-    apart = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
-    return apart and _nbytes(operand) > LARGEST_CACHED
+    is_strided = operand.dim() > 0 and operand.stride(-1) > 1 and operand.size(-1) > 1
+    return is_strided and _nbytes(operand) > LARGEST_CACHED
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -229,7 +229,7 @@ def reads_groups(func: Any, args: tuple[Any, ...], policy: Policy) -> bool:
     return func is torch.ops.aten._grouped_mm.default and not policy.fuses_groups(args[0].dtype)
 
 
-def apart(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
+def split_groups(args: tuple[Any, ...], kwargs: dict[str, Any], cost: KernelCost) -> list[KernelCost]:
     """Return the work of a grouped product (experts) split into one product per group, with groups of equal
     size. (M, K) by (G, K, N) is split by rows, (N, M) by (M, K) by the inner dimension.
     """
@@ -294,8 +294,8 @@ def _arithmetic(func: Any, operand: torch.Tensor) -> str:
     """
     if operand.dtype is torch.float32 and func._schema.name in PRODUCTS:
         backends: Any = torch.backends
-        where = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
-        return TF32 if where.fp32_precision == TF32 else str(operand.dtype)
+        backend = backends.cudnn.conv if "conv" in func._schema.name else backends.cuda.matmul
+        return TF32 if backend.fp32_precision == TF32 else str(operand.dtype)
     return str(operand.dtype)
 
 
@@ -318,10 +318,13 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if "attention" in func._schema.name and args[first].size(1) != args[first + 1].size(1):
         heads = args[first].size(1)
         ungrouped = [
-            one.new_empty((one.size(0), heads, *one.shape[2:])) for one in args[first + 1 : first + 3]
+            operand.new_empty((operand.size(0), heads, *operand.shape[2:]))
+            for operand in args[first + 1 : first + 3]
         ]
         args = (*args[: first + 1], *ungrouped, *args[first + 3 :])
-    args = tuple(one for one in args if not isinstance(one, torch.dtype))  # a product's `out_dtype`
+    args = tuple(
+        operand for operand in args if not isinstance(operand, torch.dtype)
+    )  # a product's `out_dtype`
     spared = 2 if _argument(func, args, kwargs, "is_causal") else 1
     return int(formula(*args, **kwargs, out_val=out)) // spared
 
@@ -389,12 +392,12 @@ def cost_by_lengths(
     at = _ENDS.get(operator)
     if cost is None or at is None or args[at] is None:
         return cost
-    ends = [_numbers(one, view_of) for one in args[at : at + 2]]
+    ends = [_numbers(argument, view_of) for argument in args[at : at + 2]]
     if ends[0] is None or ends[1] is None:
         return cost
-    lengths = [one.diff() for one in ends if one is not None]
+    lengths = [argument.diff() for argument in ends if argument is not None]
     # Sequences fill whole tiles, so their lengths are rounded up.
-    queries, keys = (-(-one // TILE) * TILE for one in lengths)
+    queries, keys = (-(-length // TILE) * TILE for length in lengths)
     whole = len(lengths[0]) * int(args[at + 2]) * int(args[at + 3])
     # The formula's FLOPs are an upper bound, which rounding up to tiles must not exceed.
     share = min(1.0, int((queries * keys).sum()) / whole) if whole else 1.0

@@ -84,7 +84,7 @@ class ModuleTracker:
         """Number of the module call that runs now, the innermost one; 0 outside of all modules."""
         return self._calls[-1]
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts since the last kernel: checkpointed regions, intercepted operators, autograd
         Functions."""
         self.checkpoints = self.intercepted = self.functions = 0
@@ -170,5 +170,5 @@ class ModuleTracker:
 
 
 def _is_counted(function: type[Any]) -> bool:
-    where = function.__module__
-    return where.startswith(_COUNTED) or not where.startswith(_NO_LIBRARY)
+    module = function.__module__
+    return module.startswith(_COUNTED) or not module.startswith(_NO_LIBRARY)

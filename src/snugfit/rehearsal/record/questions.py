@@ -21,14 +21,14 @@ from torch.utils._device import _device_constructors
 from snugfit.errors import RehearsalError
 from snugfit.rehearsal.record.asker import CodeLine
 from snugfit.rehearsal.record.assumed import Assumption
-from snugfit.rehearsal.record.assumed_float import ABOUT_ONE, AssumedFloat
+from snugfit.rehearsal.record.assumed_float import ASSUMED_VALUE, AssumedFloat
 from snugfit.rehearsal.record.effects import DISTINCT
 from snugfit.rehearsal.record.shadow import NotFollowed, tensors_in
 from snugfit.rehearsal.record.shadows import Shadows
 
 aten = torch.ops.aten
 
-MOST_ASKED = 1000
+MAX_READS_PER_LINE = 1000
 """Largest number of reads of assumed tensor values by one line of code within one call of a module. It
 exceeds the number of any model's experts.
 """
@@ -37,7 +37,7 @@ LARGEST = 2**27
 """Largest operand, in elements, with which a data-dependent operator runs on the CPU."""
 
 
-class Questions:
+class ValueReads:
     """Compute results for a model's reads of tensor values in one simulated run, such as `.item()`.
 
     `wait` is called if the host waits for the device. `doubt` is called with each sentence about an
@@ -61,7 +61,7 @@ class Questions:
         self.answers: list[list[Hashable]] = [[]]
         """Exact results of the model's reads of tensor values, in order; one list per micro-batch."""
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def read_value(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that reads a tensor's value, or NotImplemented for a copy within
         one device.
         """
@@ -148,7 +148,7 @@ class Questions:
             self._by_item = before
         if not self._deferred:
             return answer
-        return AssumedFloat(ABOUT_ONE, self.decide, self._shadows.assumed_numbers)
+        return AssumedFloat(ASSUMED_VALUE, self.decide, self._shadows.assumed_numbers)
 
     def decide(self) -> None:
         """Add a warning that the model's code branched on an assumed float."""
@@ -181,15 +181,17 @@ class Questions:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             mask = self._operand(args[1], assumptions, func).broadcast_to(shape)
             count = int(mask.sum())
-            self._note_answer((count,), assumptions)
+            self._note_result((count,), assumptions)
             return args[0].new_empty(count)
-        operands = [self._operand(one, assumptions, func) for one in args]
-        keywords = {name: self._operand(one, assumptions, func) for name, one in kwargs.items()}
+        operands = [self._operand(argument, assumptions, func) for argument in args]
+        keywords = {name: self._operand(argument, assumptions, func) for name, argument in kwargs.items()}
         results = func(*operands, **keywords)
-        self._note_answer(tuple(tuple(one.shape) for one in tensors_in(results)), assumptions)
+        self._note_result(tuple(tuple(tensor.shape) for tensor in tensors_in(results)), assumptions)
         on_meta = [
-            self._on_meta(one, None if one.is_floating_point() and assumptions else one, assumptions)
-            for one in tensors_in(results)
+            self._on_meta(
+                argument, None if argument.is_floating_point() and assumptions else argument, assumptions
+            )
+            for argument in tensors_in(results)
         ]
         return on_meta[0] if isinstance(results, torch.Tensor) else type(results)(on_meta)
 
@@ -201,7 +203,7 @@ class Questions:
         log_probs, lengths = args[0], self._operand(args[3], assumptions, aten._ctc_loss.Tensor)
         self._operand(args[2], assumptions, aten._ctc_loss.Tensor)
         longest = int(lengths.max()) if lengths.numel() else 0
-        self._note_answer((longest,), assumptions)
+        self._note_result((longest,), assumptions)
         batch = log_probs.size(1) if log_probs.dim() == 3 else 1
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.size(0), 2 * longest + 1)
 
@@ -231,10 +233,10 @@ class Questions:
         return tensor
 
     def _log(self, answer: Hashable) -> None:
-        if CodeLine.asking() is not None:
+        if CodeLine.of_stack() is not None:
             self.answers[-1].append(answer)
 
-    def _note_answer(self, answer: Hashable, assumptions: list[Assumption]) -> None:
+    def _note_result(self, answer: Hashable, assumptions: list[Assumption]) -> None:
         if assumptions:
             self._warn_of(assumptions[0])
         else:
@@ -263,7 +265,7 @@ class Questions:
         if deferred:
             self._deferred = True
             return
-        line = CodeLine.asking()
+        line = CodeLine.of_stack()
         # A read of the training loop (`asker.py`) changes no allocation.
         if line is None:
             return
@@ -273,11 +275,11 @@ class Questions:
         site = self._call(), line.frame.f_code, line.line
         self._asked[site] += 1
         # No assumption ends a loop such as `while p < 1`.
-        if self._asked[site] > MOST_ASKED:
+        if self._asked[site] > MAX_READS_PER_LINE:
             raise RehearsalError(
                 f"The step has a loop that depends on weights or random numbers{line}: it read such a "
-                f"value {MOST_ASKED:,} times in one call of its module. A prediction does not know these "
-                "values. Measure the step instead, with snugfit measure."
+                f"value {MAX_READS_PER_LINE:,} times in one call of its module. A prediction does not know "
+                "these values. Measure the step instead, with snugfit measure."
             )
 
     # ---- steps -------------------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ class Questions:
 
 
 @contextlib.contextmanager
-def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
+def numbers_watched(questions: ValueReads, shadows: Shadows) -> Iterator[None]:
     """Context in which the simulation follows numbers that pass between torch and plain Python without an
     operator.
 
@@ -325,18 +327,18 @@ def numbers_watched(questions: Questions, shadows: Shadows) -> Iterator[None]:
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         data = _numbers_of(data) if isinstance(data, (list, tuple)) else data
         tensor: torch.Tensor = make(data, *arguments, **keywords)
-        if any(isinstance(one, AssumedFloat) for one in (data if isinstance(data, list) else [data])):
+        if any(isinstance(element, AssumedFloat) for element in (data if isinstance(data, list) else [data])):
             if not tensor.is_meta:
                 shadows.set_unsure(tensor)
         elif tensor.is_meta and not isinstance(data, torch.Tensor):
             shadows.set(tensor, make(data, dtype=tensor.dtype, device="cpu"))
         return tensor
 
-    def show_number(tensor: torch.Tensor, how: str) -> str:
+    def show_number(tensor: torch.Tensor, format_spec: str) -> str:
         if tensor.is_meta and tensor.dim() == 0:  # formatted like a tensor on a device, not on `meta`
             # On `meta`, torch prints no number; on a device it prints the value.
-            return format(tensor.detach().item(), how)
-        text: str = show(tensor, how)  # type: ignore[no-untyped-call]
+            return format(tensor.detach().item(), format_spec)
+        text: str = show(tensor, format_spec)  # type: ignore[no-untyped-call]
         return text
 
     # Otherwise a later call would cache the replaced `torch.tensor`, and the real one would no longer follow
@@ -355,10 +357,10 @@ def _numbers_of(data: list[Any] | tuple[Any, ...]) -> list[Any]:
     would not see torch read these.
     """
     return [
-        _numbers_of(one)
-        if isinstance(one, (list, tuple))
-        else one.item()
-        if isinstance(one, torch.Tensor) and one.is_meta and not one.dim()
-        else one
-        for one in data
+        _numbers_of(element)
+        if isinstance(element, (list, tuple))
+        else element.item()
+        if isinstance(element, torch.Tensor) and element.is_meta and not element.dim()
+        else element
+        for element in data
     ]

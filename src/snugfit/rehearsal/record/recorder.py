@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snugfit.rehearsal.device.other_programs import kernels_asked_for
+from snugfit.rehearsal.device.other_programs import missing_kernel_packages
 from snugfit.rehearsal.record.accumulation import sole_owner
 from snugfit.rehearsal.record.allocations import Allocations
 from snugfit.rehearsal.record.asker import lists_in_index
-from snugfit.rehearsal.record.copies import copies_heard
+from snugfit.rehearsal.record.copies import copies_recorded
 from snugfit.rehearsal.record.kernels import (
     CONTRACTIONS,
     MATRICES,
     KernelCost,
-    apart,
     copies_in,
     cost_by_lengths,
     cost_of_generated,
@@ -34,9 +33,10 @@ from snugfit.rehearsal.record.kernels import (
     name_of_call,
     reads_groups,
     releases_context,
+    split_groups,
 )
 from snugfit.rehearsal.record.module_tracker import ModuleTracker
-from snugfit.rehearsal.record.questions import Questions, numbers_watched
+from snugfit.rehearsal.record.questions import ValueReads, numbers_watched
 from snugfit.rehearsal.record.shadows import Shadows
 from snugfit.rehearsal.record.shape_cache import SHAPE_CACHE, ScratchCache
 from snugfit.rehearsal.trace.trace import (
@@ -86,10 +86,10 @@ class Recorder(TorchDispatchMode, Observer):
         """Number of the rank (process) that is simulated; None for the rank with the highest memory use."""
         self._modules = ModuleTracker()
         self._shadows = Shadows(routing)
-        self._questions = Questions(
+        self._questions = ValueReads(
             self._shadows,
             wait=self.wait,
-            doubt=self.doubt,
+            doubt=self.warn,
             call=lambda: self._modules.call,
             hides_masks=hides_masks,
         )
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._undo.enter_context(self._modules.follow())
         self._undo.enter_context(numbers_watched(self._questions, self._shadows))
-        self._undo.enter_context(copies_heard(self._add_to_last_step, self.wait))
+        self._undo.enter_context(copies_recorded(self._add_to_last_step, self.wait))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode, Observer):
         phases = [mark for mark in self._marks if mark.kind is MarkKind.PHASE]
         blocks = self.memory.blocks(phases)
         if self._questions.vary and _last_steps_differ(blocks, self.steps):
-            self.doubt(STEPS_DIFFER)
+            self.warn(STEPS_DIFFER)
         # The other marks are needed only to split the run into relative events (`trace/relative.py`).
         lasting = (MarkKind.PHASE, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED)
         trace = Trace(
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode, Observer):
         settled = self._recorded_in < self.steps - 2
         return Recording(trace, tuple(self._marks), self._questions.vary, settled)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the recorded lists, which `recording` has copied.
 
         A model and its recorder reference each other, so the garbage collector would have to traverse these
@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode, Observer):
         """
         for written in (self._marks, self.kernels, self._waits):
             written.clear()
-        self.memory.forget()
+        self.memory.clear()
 
     # ---- methods of the observer ---------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._phase = name
         self.memory.phase, self.memory.step = name, self._step
         self._views = self._programs = 0
-        self._modules.forget_counts()
+        self._modules.reset_counts()
         self._mark(MarkKind.PHASE)
 
     def build_ends(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -221,8 +221,8 @@ class Recorder(TorchDispatchMode, Observer):
         """
         self._optimizer = optimizer
         self._modules.name_modules(model)
-        for sentence in kernels_asked_for(model):
-            self.doubt(sentence)
+        for sentence in missing_kernel_packages(model):
+            self.warn(sentence)
         for name, module in model.named_modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._owners[tensor] = name
@@ -230,7 +230,7 @@ class Recorder(TorchDispatchMode, Observer):
             # Initial weights are known in the first step only, and every later step would differ from it.
             for parameter in module.parameters(recurse=False):
                 if parameter.is_meta:
-                    self._shadows.forget(parameter)
+                    self._shadows.mark_unknown(parameter)
                 for owner, beside in tensors_beside(parameter):
                     self.claim(getattr(owner, beside), Kind.WEIGHTS, name)
 
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode, Observer):
         """Return the current phase of the recorded step."""
         return self._phase
 
-    def doubt(self, sentence: str) -> None:
+    def warn(self, sentence: str) -> None:
         """Add a warning about an assumption to the trace; equal warnings are added once."""
         self._doubts[sentence] = None
 
@@ -259,8 +259,8 @@ class Recorder(TorchDispatchMode, Observer):
 
     def _claim_states(self) -> None:
         states = self._optimizer.state.items() if self._optimizer else ()
-        trained = (one for one in self._owners if one.requires_grad)  # optimizers take attributes over
-        for parameter, state in (*states, *((one, vars(one)) for one in trained)):
+        trained = (owner for owner in self._owners if owner.requires_grad)  # optimizers take attributes over
+        for parameter, state in (*states, *((owner, vars(owner)) for owner in trained)):
             for value in state.values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
@@ -291,7 +291,7 @@ class Recorder(TorchDispatchMode, Observer):
             and (answer := self.host.copy_out(func, args, kwargs)) is not NotImplemented
         ):
             return answer
-        if operator.asks and (answer := self._questions.answer(func, args, kwargs)) is not NotImplemented:
+        if operator.asks and (answer := self._questions.read_value(func, args, kwargs)) is not NotImplemented:
             return answer
         # Under an active mode, autograd adds gradients out of place. A device adds into the first one.
         in_place = not kwargs and self._phase == "backward" and self._writes_in_place(func, args)
@@ -319,7 +319,7 @@ class Recorder(TorchDispatchMode, Observer):
             self.claim(out, Kind.WEIGHTS)
         if in_place:
             # The sum is in the storage of the first operand, whose value it replaces.
-            self._shadows.forget(out)
+            self._shadows.mark_unknown(out)
         elif not shaped:
             self._shadows.follow(operator, args, kwargs, out)
         return out
@@ -382,16 +382,16 @@ class Recorder(TorchDispatchMode, Observer):
         indices: list[torch.Tensor | None] = list(args[1])
         self._read_lists(indices)
         writes_number = len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
-        if writes_number and all(one is None or one.dtype is torch.bool for one in indices):
+        if writes_number and all(tensor is None or tensor.dtype is torch.bool for tensor in indices):
             return indices
         numbers: list[torch.Tensor | None] = []
-        for one in indices:
-            if one is None or one.dtype not in (torch.bool, torch.uint8):
-                numbers.append(one)
+        for tensor in indices:
+            if tensor is None or tensor.dtype not in (torch.bool, torch.uint8):
+                numbers.append(tensor)
                 continue
             # The call goes through the dispatch, so that the kernel and the wait of `nonzero` are recorded.
-            where = self.__torch_dispatch__(aten.nonzero.default, (), (one,))
-            selects = ((where, 1, dim) for dim in range(one.dim()))
+            nonzero = self.__torch_dispatch__(aten.nonzero.default, (), (tensor,))
+            selects = ((nonzero, 1, dim) for dim in range(tensor.dim()))
             numbers += [self.__torch_dispatch__(aten.select.int, (), select) for select in selects]
         return numbers
 
@@ -400,14 +400,18 @@ class Recorder(TorchDispatchMode, Observer):
         match.
         """
         unknown = [
-            one for one in indices if one is not None and one.is_meta and self._shadows.of(one) is None
+            tensor
+            for tensor in indices
+            if tensor is not None and tensor.is_meta and self._shadows.of(tensor) is None
         ]
         values = [torch.tensor(numbers, device="cpu") for numbers in lists_in_index()] if unknown else []
         # The source shows lists in order, without the index that each one belongs to.
-        if [(one.shape, one.dtype) for one in unknown] == [(value.shape, value.dtype) for value in values]:
-            for one, value in zip(unknown, values, strict=True):
-                self.memory.add_outputs("aten::index", one)
-                self._shadows.set(one, value)
+        if [(tensor.shape, tensor.dtype) for tensor in unknown] == [
+            (value.shape, value.dtype) for value in values
+        ]:
+            for tensor, value in zip(unknown, values, strict=True):
+                self.memory.add_outputs("aten::index", tensor)
+                self._shadows.set(tensor, value)
 
     def _run(
         self,
@@ -422,7 +426,7 @@ class Recorder(TorchDispatchMode, Observer):
             self._views += not self._compiled
         elif reads_groups(func, args, self.policy):
             self.wait()
-            for product in apart(args, kwargs, cost):
+            for product in split_groups(args, kwargs, cost):
                 self._views += MATRICES
                 self._add_kernel("aten::mm", product)
         else:
@@ -434,7 +438,7 @@ class Recorder(TorchDispatchMode, Observer):
         """Record the kernel of an operator. If the operator copies from the host, record it as a copy."""
         if self.host is not None and self.host.copies_back(func, args, kwargs):
             # The last tensor argument is the source of the copy; its bytes are read and written.
-            source = next(one for one in reversed(args) if isinstance(one, torch.Tensor))
+            source = next(argument for argument in reversed(args) if isinstance(argument, torch.Tensor))
             self._add_kernel(STAGE_BACK, cost._replace(nbytes=2 * source.nbytes))
         else:
             self._add_kernel(COPY_IN if copies_in(func, args) else operator, cost)
@@ -454,7 +458,7 @@ class Recorder(TorchDispatchMode, Observer):
             modules.path(self._phase),
             self._phase,
             *cost,
-            recomputed=self._is_again(operator, cost.flops),
+            recomputed=self._is_recomputed(operator, cost.flops),
             modules=modules.first_kernel_of(),
             views=self._views,
             checkpoints=modules.checkpoints,
@@ -469,7 +473,7 @@ class Recorder(TorchDispatchMode, Observer):
         )
         self.kernels.append(kernel)
         self._views = self._programs = 0
-        modules.forget_counts()
+        modules.reset_counts()
 
     @contextlib.contextmanager
     def program(self, again: Counter[int] | None = None, *, lowered: bool = True) -> Iterator[None]:
@@ -498,7 +502,7 @@ class Recorder(TorchDispatchMode, Observer):
         finally:
             self._played = False
 
-    def _is_again(self, operator: str, flops: int) -> bool:
+    def _is_recomputed(self, operator: str, flops: int) -> bool:
         """Return True if this kernel recomputes a part of the forward pass in the backward pass."""
         if self._phase != "backward":
             # Uncompiled recomputation has gradient mode on. A forward program in backward belongs to a
@@ -517,7 +521,7 @@ class Recorder(TorchDispatchMode, Observer):
         """Record a kernel that compiled code generated, or a library's Triton kernel, with the tensors that
         it reads and writes."""
         for tensor in writes:
-            self._shadows.forget(tensor)
+            self._shadows.mark_unknown(tensor)
         if not self._released:
             self._released = True
             self._mark(MarkKind.CONTEXT_RELEASED)
@@ -569,7 +573,8 @@ def _holds_tensors(kind: type[Any]) -> bool:
 def _last_steps_differ(blocks: Sequence[Block], steps: int) -> bool:
     """Return True if the last two steps allocate different bytes, although both have all optimizer states."""
     by_step = [
-        Counter((one.operator, one.nbytes) for one in blocks if one.step == step) for step in range(steps)
+        Counter((block.operator, block.nbytes) for block in blocks if block.step == step)
+        for step in range(steps)
     ]
     # With two steps, the first has no optimizer states yet, so they always differ.
     return steps > 2 and by_step[-1] != by_step[-2]

@@ -178,37 +178,37 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from tensors_in(one)
+        for entry in value:
+            yield from tensors_in(entry)
 
 
-def values_of(noted: Any) -> Any:
+def values_of(stored: Any) -> Any:
     """Return the stored operands of a deferred operator as tensors on the CPU. Raise `NotFollowed` if a value
     is unknown.
     """
-    if isinstance(noted, (View, HostValue)):
-        return noted.tensor()
-    if isinstance(noted, (tuple, list)):
-        return type(noted)([values_of(one) for one in noted])
-    if isinstance(noted, dict):
-        return {name: values_of(one) for name, one in noted.items()}
-    return noted
+    if isinstance(stored, (View, HostValue)):
+        return stored.tensor()
+    if isinstance(stored, (tuple, list)):
+        return type(stored)([values_of(entry) for entry in stored])
+    if isinstance(stored, dict):
+        return {name: values_of(entry) for name, entry in stored.items()}
+    return stored
 
 
-def _views(noted: Any) -> Iterator[View]:
-    if isinstance(noted, View):
-        yield noted
-    elif isinstance(noted, (tuple, list)):
-        for one in noted:
-            yield from _views(one)
-    elif isinstance(noted, dict):
-        yield from _views(list(noted.values()))
+def _views(stored: Any) -> Iterator[View]:
+    if isinstance(stored, View):
+        yield stored
+    elif isinstance(stored, (tuple, list)):
+        for entry in stored:
+            yield from _views(entry)
+    elif isinstance(stored, dict):
+        yield from _views(list(stored.values()))
 
 
-def rests_on(noted: Any) -> tuple[Assumption | None, int]:
+def assumption_of(stored: Any) -> tuple[Assumption | None, int]:
     """Return the first assumption on which these operands' values depend, and the length of their longest
     chain of deferred operators.
     """
-    views = list(_views(noted))
+    views = list(_views(stored))
     assumption = next((view.shadow.assumption for view in views if view.shadow.assumption), None)
     return assumption, max((view.shadow.depth for view in views), default=0)

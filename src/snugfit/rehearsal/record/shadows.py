@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.rehearsal.record.assumed import Assumption, assume
-from snugfit.rehearsal.record.effects import EMPTIES, FILLED, OVERWRITES, Effect, finite_check
+from snugfit.rehearsal.record.effects import FILLED, OVERWRITES, UNINITIALIZED, Effect, finite_check
 from snugfit.rehearsal.record.shadow import (
     DeferredRun,
     Geometry,
@@ -27,7 +27,7 @@ from snugfit.rehearsal.record.shadow import (
     NotFollowed,
     Shadow,
     View,
-    rests_on,
+    assumption_of,
     tensors_in,
     values_of,
 )
@@ -69,7 +69,7 @@ class _ByStorage:
         # A weak reference: a shadow that kept a storage alive would delay the recorded free.
         known[address] = weakref.ref(storage, forget), shadow
 
-    def forget(self, storage: Any) -> None:
+    def remove(self, storage: Any) -> None:
         """Remove the tracked values of this storage."""
         self._by_address.pop(storage._cdata, None)
 
@@ -90,9 +90,9 @@ class Shadows:
         shadow = self._known.of(tensor.untyped_storage())
         return View(shadow, Geometry.of(tensor)) if shadow is not None else None
 
-    def forget(self, tensor: torch.Tensor) -> None:
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
         """Mark the tracked value of a tensor on `meta` as unknown."""
-        self._known.forget(tensor.untyped_storage())
+        self._known.remove(tensor.untyped_storage())
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor, assumption: Assumption | None = None) -> None:
         """Set the tracked value of a tensor on `meta`."""
@@ -105,7 +105,7 @@ class Shadows:
             if not self._is_plainly_unknown(args, out):
                 self._compute(operator.func, args, kwargs, out)
         elif effect is Effect.FILLS:
-            if operator.func not in EMPTIES or not out.is_floating_point():
+            if operator.func not in UNINITIALIZED or not out.is_floating_point():
                 self._fill(out, FILLED[operator.func](args))
         elif effect is Effect.WRITES:
             self._write(operator.func, args, kwargs)
@@ -113,8 +113,8 @@ class Shadows:
             self._assume(operator.func, args, out)
         elif effect is Effect.WRITES_MANY:
             # Operators that write several tensors are too rare to follow each tensor.
-            self._forget_all(args)
-            self._forget_all(tuple(kwargs.values()))
+            self._mark_all_unknown(args)
+            self._mark_all_unknown(tuple(kwargs.values()))
 
     def set_unsure(self, tensor: torch.Tensor) -> None:
         """Mark the numbers of a host tensor as assumed by the simulation, not known."""
@@ -129,15 +129,19 @@ class Shadows:
             return False
         unsure, assumed = self.unsure, self.assumed_numbers
         return any(
-            not one.is_meta and one.untyped_storage()._cdata in unsure for one in tensors_in(operands)
-        ) or (type(operands) is tuple and any(type(one) is float and one in assumed for one in operands))
+            not tensor.is_meta and tensor.untyped_storage()._cdata in unsure
+            for tensor in tensors_in(operands)
+        ) or (
+            type(operands) is tuple
+            and any(type(operand) is float and operand in assumed for operand in operands)
+        )
 
-    def _forget_all(self, operands: Sequence[Any]) -> None:
+    def _mark_all_unknown(self, operands: Sequence[Any]) -> None:
         for operand in operands:
             if isinstance(operand, torch.Tensor):
-                self._known.forget(operand.untyped_storage())
+                self._known.remove(operand.untyped_storage())
             elif isinstance(operand, (tuple, list)) and operand and isinstance(operand[0], torch.Tensor):
-                self._forget_all(operand)
+                self._mark_all_unknown(operand)
 
     def _is_plainly_unknown(self, args: tuple[Any, ...], out: Any) -> bool:
         """Return True if the result is a float tensor without tracked values because the first operand has
@@ -173,7 +177,7 @@ class Shadows:
         results = list(tensors_in(out))
         if not results:
             return
-        assumption, depth = rests_on(noted)
+        assumption, depth = assumption_of(noted)
         # All results share one stored call, so that it runs once.
         call = DeferredRun(func, *noted)
         for number, tensor in enumerate(results):
@@ -211,14 +215,14 @@ class Shadows:
         # A complete overwrite needs no previous value, so it starts a shadow for an unknown storage too.
         whole = func in OVERWRITES and _covers(target, storage.nbytes())
         if (before is None and not whole) or storage.nbytes() > LARGEST:
-            self._known.forget(storage)
+            self._known.remove(storage)
             return
         try:
             noted = self._note((args[1:], kwargs))
         except NotFollowed:
-            self._known.forget(storage)
+            self._known.remove(storage)
             return
-        assumption, depth = rests_on(noted)
+        assumption, depth = assumption_of(noted)
         geometry, rest = Geometry.of(target), None if whole else before
         if rest is not None:
             # Parts that are not overwritten keep their assumption, and the chain grows by one.
@@ -250,9 +254,9 @@ class Shadows:
                 raise NotFollowed
             return View(shadow, Geometry.of(operands))
         if isinstance(operands, (tuple, list)):
-            return type(operands)([self._note(one) for one in operands])
+            return type(operands)([self._note(operand) for operand in operands])
         if isinstance(operands, dict):
-            return {name: self._note(one) for name, one in operands.items()}
+            return {name: self._note(operand) for name, operand in operands.items()}
         # The number came from an assumed value through `.item()`, so the result is unknown.
         if isinstance(operands, float) and operands in self.assumed_numbers:
             raise NotFollowed

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from snugfit.rehearsal.device.shapes import SHAPE_FUNCTIONS
-from snugfit.rehearsal.record.effects import ASKING, BY_MASKS, SHAPED_BY_DATA, effect_of
+from snugfit.rehearsal.record.effects import MASK_INDEXING, SHAPED_BY_DATA, VALUE_READS, effect_of
 from snugfit.rehearsal.record.kernels import PRODUCTS, KernelCost, cost_of
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class Operator:
         self.aliasing = _aliasing(func)
         self.shape_function = SHAPE_FUNCTIONS.get(func)
         self.effect = effect_of(func)
-        self.asks = func in ASKING
-        self.by_masks, self.shaped_by_data = func in BY_MASKS, func in SHAPED_BY_DATA
+        self.asks = func in VALUE_READS
+        self.by_masks, self.shaped_by_data = func in MASK_INDEXING, func in SHAPED_BY_DATA
         self.calls: dict[Any, KnownCall] = {}
 
 

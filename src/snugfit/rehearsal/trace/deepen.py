@@ -15,15 +15,15 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from snugfit.rehearsal.trace.grow import Entry, Grown, grow
+from snugfit.rehearsal.trace.grow import Entry, GrownElement, grow
 from snugfit.rehearsal.trace.relative import (
     NUMBER,
     Alloc,
     Free,
     LiveSet,
-    Move,
     PhaseStart,
     RelativeTrace,
+    TraceEvent,
     without_layer_numbers,
 )
 from snugfit.rehearsal.trace.trace import Kernel, MarkKind
@@ -48,11 +48,11 @@ def deepen(
         return None
     # A size that only one of the models has belongs to a buffer with an entry per layer (seeds of all
     # dropouts).
-    known = [{_kind(move) for part in parts for move in part} for parts in (few, more)]
-    written = _Written(known[0] ^ known[1])
+    known = [{_kind(event) for part in parts for event in part} for parts in (few, more)]
+    written = _FullTrace(known[0] ^ known[1])
     for before, after in zip(few, more, strict=True):
         grown = grow(_entries(before, written.grows), _entries(after, written.grows), periods)
-        if grown is None or not all(written.add(after[one.like], one) for one in grown):
+        if grown is None or not all(written.add(after[entry.like], entry) for entry in grown):
             return None
     return replace(deeper, moves=tuple(written.moves()))
 
@@ -62,7 +62,7 @@ def numbers_of(name: str) -> tuple[int, ...]:
     return tuple(map(int, NUMBER.findall(name)))
 
 
-class _Placed(NamedTuple):
+class _PlacedFree(NamedTuple):
     """A free in a trace, with the freed block's position in its pile (the live blocks of equal size)."""
 
     pile: Alloc
@@ -71,7 +71,7 @@ class _Placed(NamedTuple):
     older: int
 
 
-_Step = Alloc | _Placed | PhaseStart | Kernel | MarkKind
+_Step = Alloc | _PlacedFree | PhaseStart | Kernel | MarkKind
 
 
 class _Piles:
@@ -107,7 +107,7 @@ class _Piles:
         # Inductor frees in the order of buffer names (`buf9`, `buf10`), which shifts with the depth.
         return sorted(freed, key=lambda number: (*_pile_of(self._allocs[number])[1:], number))
 
-    def drop(self, number: int) -> _Placed:
+    def drop(self, number: int) -> _PlacedFree:
         """Remove a freed memory block from the blocks of equal size (its pile); it is already removed from
         its stack.
         """
@@ -115,7 +115,7 @@ class _Piles:
         blocks = self.piles[pile]
         older = blocks.index(number)
         del blocks[older]
-        return _Placed(pile, len(blocks) - older, older)
+        return _PlacedFree(pile, len(blocks) - older, older)
 
 
 def _is_open(alloc: Alloc) -> bool:
@@ -138,61 +138,61 @@ def _by_phase(trace: RelativeTrace, compiled: Collection[str]) -> list[Sequence[
     piles, phase = _Piles(), ""
     parts: list[list[_Step]] = [[]]
     # Only consecutive frees are sorted; an allocation between two fixes their order.
-    for frees, moves in itertools.groupby(trace.moves, lambda move: type(move) is Free):
+    for frees, events in itertools.groupby(trace.moves, lambda event: type(event) is Free):
         if frees:
-            parts[-1] += map(piles.drop, piles.blocks_of([*moves], by_name=phase in compiled))
+            parts[-1] += map(piles.drop, piles.blocks_of([*events], by_name=phase in compiled))
             continue
-        for move in moves:
-            if type(move) is PhaseStart:
+        for event in events:
+            if type(event) is PhaseStart:
                 parts.append([])
-                phase = move.phase
-            if type(move) is Alloc:
-                piles.alloc(move)
-            parts[-1].append(move)  # type: ignore[arg-type]
+                phase = event.phase
+            if type(event) is Alloc:
+                piles.alloc(event)
+            parts[-1].append(event)  # type: ignore[arg-type]
     return parts  # type: ignore[return-value]
 
 
-def _kind(move: _Step) -> Hashable:
+def _kind(event: _Step) -> Hashable:
     """Return a key that is equal for an event of one layer and the same event of all other layers. The key of
     an allocation, and of its free, is the group of blocks with equal size.
     """
-    if isinstance(move, (Alloc, _Placed)):
-        return _pile_of(move) if type(move) is Alloc else move[0]
-    return move._replace(module=without_layer_numbers(move.module)) if type(move) is Kernel else move
+    if isinstance(event, (Alloc, _PlacedFree)):
+        return _pile_of(event) if type(event) is Alloc else event[0]
+    return event._replace(module=without_layer_numbers(event.module)) if type(event) is Kernel else event
 
 
-def _entries(moves: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
+def _entries(events: Sequence[_Step], grows: set[Hashable]) -> list[Entry]:
     """Return these events of a trace with their layer-dependent numbers separated, so that two models' events
     can be compared. Sizes of events with a key in `grows` count as such numbers.
     """
-    return [_entry(move, _kind(move) in grows) for move in moves]
+    return [_entry(event, _kind(event) in grows) for event in events]
 
 
-def _entry(move: _Step, grows: bool) -> Entry:
-    if type(move) is _Placed:
-        pile, younger, older = move
+def _entry(event: _Step, grows: bool) -> Entry:
+    if type(event) is _PlacedFree:
+        pile, younger, older = event
         size = (pile.nbytes,) if grows else ()
         return Entry(("free", _sizeless(pile) if grows else pile), (younger, older, *size))
-    if isinstance(move, (Alloc, Kernel)):
-        plain: Any = move._replace(module=without_layer_numbers(move.module))
-        if type(move) is Alloc and _is_open(move):
+    if isinstance(event, (Alloc, Kernel)):
+        plain: Any = event._replace(module=without_layer_numbers(event.module))
+        if type(event) is Alloc and _is_open(event):
             plain = plain._replace(kind="")
-        sizes = _sizes(move) if grows else ()
-        return Entry((type(move), _sizeless(plain) if grows else plain), (*numbers_of(move.module), *sizes))
-    return Entry(move)
+        sizes = _sizes(event) if grows else ()
+        return Entry((type(event), _sizeless(plain) if grows else plain), (*numbers_of(event.module), *sizes))
+    return Entry(event)
 
 
-def _sizes(move: Alloc | Kernel) -> tuple[int, ...]:
-    if type(move) is Kernel:
-        return move.nbytes, move.flops, move.tensors, *(size for shape in move.shapes for size in shape)
-    return (move.nbytes,)
+def _sizes(event: Alloc | Kernel) -> tuple[int, ...]:
+    if type(event) is Kernel:
+        return event.nbytes, event.flops, event.tensors, *(size for shape in event.shapes for size in shape)
+    return (event.nbytes,)
 
 
-def _sizeless(move: Any) -> Any:
-    if type(move) is Kernel:
-        shapes = tuple((0,) * len(shape) for shape in move.shapes)
-        return move._replace(nbytes=0, flops=0, tensors=0, shapes=shapes)
-    return move._replace(nbytes=0)
+def _sizeless(event: Any) -> Any:
+    if type(event) is Kernel:
+        shapes = tuple((0,) * len(shape) for shape in event.shapes)
+        return event._replace(nbytes=0, flops=0, tensors=0, shapes=shapes)
+    return event._replace(nbytes=0)
 
 
 class _CopiedProperties(NamedTuple):
@@ -205,16 +205,16 @@ class _CopiedProperties(NamedTuple):
     is_open: bool
 
     @classmethod
-    def of(cls, move: Alloc | Kernel, grows: set[Hashable]) -> _CopiedProperties:
+    def of(cls, event: Alloc | Kernel, grows: set[Hashable]) -> _CopiedProperties:
         """Return the properties of this event. Sizes of events with a key in `grows` grow with the number of
         layers."""
-        kind = _kind(move)
-        if type(move) is Alloc:
-            return cls(kind in grows, _pile_of(move), _is_open(move))
+        kind = _kind(event)
+        if type(event) is Alloc:
+            return cls(kind in grows, _pile_of(event), _is_open(event))
         return cls(kind in grows, None, is_open=False)
 
 
-class _Written:
+class _FullTrace:
     """Builder of the full model's trace from copies of a small model's events. Sizes of events with a key in
     `grows` grow with the number of layers.
     """
@@ -223,7 +223,7 @@ class _Written:
         self.grows = grows
         self._shared: dict[int, _CopiedProperties] = {}
         """Cached properties of the small model's events, by the event's id."""
-        self._written: list[int | Move] = []
+        self._written: list[int | TraceEvent] = []
         """Events of the full model; a free is stored as the number of its block."""
         self._allocs: list[int] = []
         """Index in `_written` of each block's allocation."""
@@ -231,11 +231,11 @@ class _Written:
         self._made_forward: set[int] = set()
         """Numbers of blocks that the current forward pass allocated and that are still live."""
 
-    def add(self, like: _Step, grown: Grown) -> bool:
+    def add(self, like: _Step, grown: GrownElement) -> bool:
         """Append a copy of a small model's event with the full model's numbers. Return False if the block
         that it frees does not exist.
         """
-        if type(like) is _Placed:
+        if type(like) is _PlacedFree:
             return self._free(like, grown)
         shared: Any = None
         if isinstance(like, (Alloc, Kernel)):
@@ -261,7 +261,7 @@ class _Written:
         alloc: Any = self._written[self._allocs[number]]
         self._written[self._allocs[number]] = alloc._replace(kind=kind)
 
-    def _free(self, like: _Placed, grown: Grown) -> bool:
+    def _free(self, like: _PlacedFree, grown: GrownElement) -> bool:
         """Add the free of a memory block to the full model's trace; the block is found by its position among
         those of equal size.
 
@@ -290,17 +290,17 @@ class _Written:
         self._written.append(number)
         return True
 
-    def moves(self) -> Iterator[Move]:
+    def moves(self) -> Iterator[TraceEvent]:
         """Yield all events of the full model, each free with the position of its memory block."""
         live = LiveSet()
-        for move in self._written:
+        for event in self._written:
             # Piles are used only to find the block. The trace refers to it by its stack again.
-            if isinstance(move, int):
-                yield live.free_of(move)
+            if isinstance(event, int):
+                yield live.free_of(event)
                 continue
-            if type(move) is Alloc:
-                live.alloc(move)
-            yield move
+            if type(event) is Alloc:
+                live.alloc(event)
+            yield event
 
 
 _MODULE_AT = {kind: kind._fields.index("module") for kind in (Alloc, Kernel)}
@@ -313,17 +313,17 @@ def _around_numbers(module: str) -> tuple[str, ...]:
     return tuple(NUMBER.split(module))
 
 
-def _with_numbers(move: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) -> Alloc | Kernel:
-    first, *parts = _around_numbers(move.module)
+def _with_numbers(event: Alloc | Kernel, ahead: Iterator[int], *, sized: bool) -> Alloc | Kernel:
+    first, *parts = _around_numbers(event.module)
     if parts:
         module = first + "".join([f"{next(ahead)}{part}" for part in parts])
-        kind, at = type(move), _MODULE_AT[type(move)]
+        kind, at = type(event), _MODULE_AT[type(event)]
         # `tuple.__new__` skips `_replace`, which is slow: there is one call per event of the deep model.
-        move = tuple.__new__(kind, (*move[:at], module, *move[at + 1 :]))
+        event = tuple.__new__(kind, (*event[:at], module, *event[at + 1 :]))
     if not sized:
-        return move
-    if type(move) is Kernel:
+        return event
+    if type(event) is Kernel:
         nbytes, flops, tensors = next(ahead), next(ahead), next(ahead)
-        shapes = tuple(tuple(next(ahead) for _ in shape) for shape in move.shapes)
-        return move._replace(nbytes=nbytes, flops=flops, tensors=tensors, shapes=shapes)
-    return move._replace(nbytes=next(ahead))
+        shapes = tuple(tuple(next(ahead) for _ in shape) for shape in event.shapes)
+        return event._replace(nbytes=nbytes, flops=flops, tensors=tensors, shapes=shapes)
+    return event._replace(nbytes=next(ahead))

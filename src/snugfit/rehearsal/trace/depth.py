@@ -91,7 +91,7 @@ class PeriodicSetup(NamedTuple):
     setup: Setup
     period: int
     """Number of layers after which the pattern of checkpointed layers repeats."""
-    alike: int
+    equal_layers: int
     """Number of layers in one group. Checkpointing treats all groups alike."""
 
 
@@ -99,8 +99,8 @@ def periodic_setup(setup: Setup, layers: int) -> PeriodicSetup:
     """Return the Setup with checkpointing that divides a model of any depth as it divides one of `layers`
     layers."""
     wish, period = _periodic_checkpoint(setup.checkpoint, layers)
-    alike = period if wish and wish.layers_per_span else 1
-    return PeriodicSetup(setup.with_fields(checkpoint=wish), period, alike)
+    equal_layers = period if wish and wish.layers_per_span else 1
+    return PeriodicSetup(setup.with_fields(checkpoint=wish), period, equal_layers)
 
 
 def _period_of(values: Sequence[Any]) -> int:

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     """Numbers of the entry that differ between layers or depths."""
 
 
-class Grown(NamedTuple):
+class GrownElement(NamedTuple):
     """An element of the full model's sequence: a copy of one of a small model's, with extrapolated
     numbers.
     """
@@ -52,7 +52,7 @@ class _Insertion(NamedTuple):
     length: int
 
 
-def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[Grown] | None:
+def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> list[GrownElement] | None:
     """Extrapolate the sequences of two small models to a model with `periods` more repetitions of the layers.
     Return its sequence or None.
 
@@ -69,19 +69,21 @@ def grow(shallow: Sequence[Entry], deeper: Sequence[Entry], periods: int) -> lis
     insertions = _insertions(left, right)
     if insertions is None:
         return None
-    grown: list[Grown] = []
+    grown: list[GrownElement] = []
     at, behind = 0, 0  # index in the deeper list, and number of entries that the shallow one lacks before it
     for ahead, end, length in [*insertions, _Insertion(len(left), len(right), 0)]:
         for index in range(at, end):
             few, more = shallow[index - behind].numbers, deeper[index].numbers
             # Numbers are linear in the depth, so two depths determine them.
-            grown.append(Grown(index, tuple(m + (m - f) * periods for f, m in zip(few, more, strict=True))))
+            grown.append(
+                GrownElement(index, tuple(m + (m - f) * periods for f, m in zip(few, more, strict=True)))
+            )
         for index in [*range(end, end + length)] * (periods + 1 if length else 0):
             # Within an insertion, each copy continues the numbers by the difference of the last two copies.
             step = zip(deeper[index].numbers, deeper[index - length].numbers, strict=True)
             before = grown[-length].numbers
             moved = tuple(b + now - then for b, (now, then) in zip(before, step, strict=True))
-            grown.append(Grown(index, moved, repeats=True))
+            grown.append(GrownElement(index, moved, repeats=True))
         at, behind = end + length, end + length - ahead
     return grown
 

@@ -55,7 +55,7 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
     lasting = _lasting(trace.events[:over])
     # Up to this event, kernels may only fill allocations that outlive the run.
     all_made = max((at for at in range(over) if trace.events[at] in lasting), default=0) + 1
-    live, kernels = _live(trace, lasting), iter(trace.kernels)
+    live, kernels = _live_bytes(trace, lasting), iter(trace.kernels)
     parts = _marks_by_micro_batch(marks)
     ends = [*(part.marks[0].event for part in parts[1:]), over]
     for (number, part), end in zip(parts, ends, strict=True):
@@ -66,7 +66,9 @@ def profile_micro_batches(recording: Recording) -> Iterator[MicroBatchProfile]:
             if mark.kind is MarkKind.KERNEL:
                 kernel = next(kernels)
                 # A kernel that only fills lasting allocations has no counterpart in later micro-batches.
-                if before >= all_made or not _only_lasts(trace, before, mark.event, lasting, kernel):
+                if before >= all_made or not _fills_permanent_memory(
+                    trace, before, mark.event, lasting, kernel
+                ):
                     ran.append(kernel)
                 before = mark.event
             elif mark.kind is MarkKind.WAIT:
@@ -104,7 +106,7 @@ def _lasting(events: Sequence[int]) -> set[int]:
     return {event for event in events if event > 0} - {-event for event in events if event < 0}
 
 
-def _live(trace: Trace, lasting: Set[int]) -> list[int]:
+def _live_bytes(trace: Trace, lasting: Set[int]) -> list[int]:
     """Return the live bytes after each event, including all allocations that are never freed."""
     sizes = [block.nbytes for block in trace.blocks]
     changes = (
@@ -114,7 +116,7 @@ def _live(trace: Trace, lasting: Set[int]) -> list[int]:
     return list(accumulate(changes, initial=sum(sizes[event - 1] for event in lasting)))[1:]
 
 
-def _only_lasts(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
+def _fills_permanent_memory(trace: Trace, start: int, end: int, lasting: Set[int], kernel: Kernel) -> bool:
     """Return True if this kernel only fills memory that is never freed, such as weights or workspaces."""
     allocs = {event for event in trace.events[start:end] if event > 0}
     makers = {trace.blocks[alloc - 1].operator for alloc in allocs}
@@ -126,8 +128,8 @@ def _peaks(trace: Trace, live: Sequence[int], lasting: Set[int], start: int, end
     for at in range(start, end):
         if (event := trace.events[at]) > 0 and event not in lasting:
             block = trace.blocks[event - 1]
-            where = f"{block.phase} {without_layer_numbers(block.module)}"
-            peaks[where] = max(peaks[where], live[at])
+            peak_key = f"{block.phase} {without_layer_numbers(block.module)}"
+            peaks[peak_key] = max(peaks[peak_key], live[at])
     return dict(peaks)
 
 

@@ -93,7 +93,7 @@ class PhaseStart(NamedTuple):
     phase: str
 
 
-Move = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
+TraceEvent = Alloc | Free | PhaseStart | StreamWait | Kernel | MarkKind
 """Type of an event in a `RelativeTrace`: allocation, free, kernel, wait, start of a phase, or another mark.
 """
 
@@ -124,7 +124,7 @@ class RelativeTrace:
     among live blocks.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[TraceEvent, ...]
     attention: tuple[str, ...]
     """Names of the attention kernels that the run uses."""
     doubts: tuple[str, ...] = ()
@@ -138,8 +138,8 @@ class RelativeTrace:
 
         `marks` are all marks of its recording. Without them, kernels, waits and ends of steps are left out.
         """
-        moves = tuple(_moves(trace, marks or trace.marks))
-        return cls(moves, trace.attention, trace.doubts, trace.groups)
+        events = tuple(_moves(trace, marks or trace.marks))
+        return cls(events, trace.attention, trace.doubts, trace.groups)
 
     def trace(self) -> Trace:
         """Return the trace with absolute block numbers. Raise `LookupError` if an event frees a block that is
@@ -148,7 +148,7 @@ class RelativeTrace:
         return _absolute(self)
 
 
-def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
+def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[TraceEvent]:
     live, kernels, order = LiveSet(), iter(trace.kernels), StreamKernels()
     start = 0
     for end, step, phase, kind in marks:
@@ -170,7 +170,9 @@ def _moves(trace: Trace, marks: Sequence[Mark]) -> Iterator[Move]:
     yield from _moves_between(trace, start, len(trace.events), live, order)
 
 
-def _moves_between(trace: Trace, start: int, end: int, live: LiveSet, order: StreamKernels) -> Iterator[Move]:
+def _moves_between(
+    trace: Trace, start: int, end: int, live: LiveSet, order: StreamKernels
+) -> Iterator[TraceEvent]:
     streams, awaited, of_graphs = trace.streams, trace.awaited, trace.of_graphs
     for event in trace.events[start:end]:
         if event > 0:
@@ -257,14 +259,14 @@ class LiveSet:
         del blocks[at]
         return Free(stack, len(blocks) - at)
 
-    def follow(self, moves: Iterable[Move]) -> range:
+    def follow(self, events: Iterable[TraceEvent]) -> range:
         """Apply the allocations and frees among these events. Return the numbers of the allocated blocks."""
         first = len(self.allocs)
-        for move in moves:
-            if type(move) is Alloc:
-                self.alloc(move)
-            elif type(move) is Free:
-                self.free(move)
+        for event in events:
+            if type(event) is Alloc:
+                self.alloc(event)
+            elif type(event) is Free:
+                self.free(event)
         return range(first, len(self.allocs))
 
 
@@ -279,7 +281,7 @@ class TraceWriter:
     may occur.
     """
 
-    def __init__(self, moves: Iterable[Move]) -> None:
+    def __init__(self, events: Iterable[TraceEvent]) -> None:
         self._blocks: list[Block] = []
         self._events: list[int] = []
         self._marks: list[Mark] = []
@@ -291,9 +293,9 @@ class TraceWriter:
         events are one object, and computing their hash is slow.
         """
         self._step, self._phase, self._released = -1, "", False
-        self._is_plain = all(map(_is_plain, moves))
+        self._is_plain = all(map(_is_plain, events))
 
-    def follow(self, moves: Iterable[Move], step: int | None = None) -> None:
+    def follow(self, moves: Iterable[TraceEvent], step: int | None = None) -> None:
         """Append these relative events to the trace; `step` replaces the step of their phases if it is given.
         Raise `LookupError` if an event frees a block that is not live.
         """
@@ -301,45 +303,45 @@ class TraceWriter:
         by_move, stacks, last = self._by_move, self._stacks, self._last
         current = self._step
         new, releases, empties = tuple.__new__, MarkKind.CONTEXT_RELEASED, MarkKind.CACHE_EMPTIED
-        for move in moves:
-            if type(move) is Alloc:
-                if move[5] != DEFAULT_STREAM:
-                    streams[len(blocks)] = move[5]
-                blocks.append(new(Block, (*move[:4], current, move[4], move[6])))
+        for event in moves:
+            if type(event) is Alloc:
+                if event[5] != DEFAULT_STREAM:
+                    streams[len(blocks)] = event[5]
+                blocks.append(new(Block, (*event[:4], current, event[4], event[6])))
                 number = len(blocks)
                 events.append(number)
                 # A repeated move is the same object, and its id hashes faster than its fields.
-                stack = by_move.get(id(move))
+                stack = by_move.get(id(event))
                 if stack is None:
-                    stack = by_move[id(move)] = stacks[_stack_of(move)]
+                    stack = by_move[id(event)] = stacks[_stack_of(event)]
                 stack.append(number)
-            elif type(move) is Free:
-                stack = by_move.get(id(move))
+            elif type(event) is Free:
+                stack = by_move.get(id(event))
                 if stack is None:
-                    stack = by_move[id(move)] = stacks[move.stack]
-                if not 0 <= move[1] < len(stack):
-                    raise LookupError(move)
-                number = stack.pop(-1 - move[1])
+                    stack = by_move[id(event)] = stacks[event.stack]
+                if not 0 <= event[1] < len(stack):
+                    raise LookupError(event)
+                number = stack.pop(-1 - event[1])
                 _append_free(number, blocks, events)
-                if move[2]:
-                    last.awaited[number - 1] = last.order.numbers(move[2])
-            elif type(move) is PhaseStart:
+                if event[2]:
+                    last.awaited[number - 1] = last.order.numbers(event[2])
+            elif type(event) is PhaseStart:
                 # Repeated events have the step of their recording, so the caller gives the current one.
-                begins = move.step if step is None else step
+                begins = event.step if step is None else step
                 if begins != current:
                     # A trace has kernels of the last step only, so each new step drops those before it.
                     last = self._last = _SteadyStep()
                 current = self._step = begins
-                self._phase = move.phase
-                marks.append(Mark(len(events), current, move.phase))
+                self._phase = event.phase
+                marks.append(Mark(len(events), current, event.phase))
             # Each joined part may release the context; only the first release counts.
-            elif move is empties or (move is releases and not self._released):
-                self._released |= move is releases
-                marks.append(Mark(len(events), current, self._phase, move))
+            elif event is empties or (event is releases and not self._released):
+                self._released |= event is releases
+                marks.append(Mark(len(events), current, self._phase, event))
             else:
-                last.follow(move, len(events), ordered=not self._is_plain)
+                last.follow(event, len(events), ordered=not self._is_plain)
 
-    def follow_times(self, moves: Sequence[Move], times: int, step: int) -> None:
+    def follow_times(self, events: Sequence[TraceEvent], times: int, step: int) -> None:
         """Append these relative events `times` times to the trace. Once a repetition begins and ends with the
         same live blocks, further copies only increase block numbers.
         """
@@ -347,12 +349,12 @@ class TraceWriter:
         while written < times:
             further = times - written - 1
             # Without a further copy there is nothing to shift.
-            counts = self._counts() if further and self._may_shift(moves) else None
-            before = self._live(moves) if counts else {}
-            self.follow(moves, step)
+            counts = self._counts() if further and self._may_shift(events) else None
+            before = self._live(events) if counts else {}
+            self.follow(events, step)
             written += 1
             if counts and self._is_shifted(before, len(self._blocks) - counts.blocks, first):
-                self._shift(counts, further, first, moves)
+                self._shift(counts, further, first, events)
                 return
 
     def trace(self, relative: RelativeTrace) -> Trace:
@@ -384,29 +386,29 @@ class TraceWriter:
             len(last.waits),
         )
 
-    def _may_shift(self, moves: Sequence[Move]) -> bool:
+    def _may_shift(self, events: Sequence[TraceEvent]) -> bool:
         """Return True if a repetition of these events can be written as the same events with other
         identifiers of memory blocks.
         """
         return self._is_plain and not any(
             # A freed state changes its kind (`_append_free`); blocks of other streams have further entries.
-            (type(move) is Alloc and (move.kind == STATES or move.stream != DEFAULT_STREAM))
-            or move is MarkKind.STEP_END
-            for move in moves
+            (type(event) is Alloc and (event.kind == STATES or event.stream != DEFAULT_STREAM))
+            or event is MarkKind.STEP_END
+            for event in events
         )
 
-    def _live(self, moves: Sequence[Move]) -> dict[int, list[int]]:
+    def _live(self, events: Sequence[TraceEvent]) -> dict[int, list[int]]:
         """Return the live memory blocks on the stacks that these events use."""
-        stacks = {id(stack): stack for stack in map(self._stack, moves) if stack is not None}
+        stacks = {id(stack): stack for stack in map(self._stack, events) if stack is not None}
         return {key: [*stack] for key, stack in stacks.items()}
 
-    def _stack(self, move: Move) -> list[int] | None:
-        if type(move) is not Alloc and type(move) is not Free:
+    def _stack(self, event: TraceEvent) -> list[int] | None:
+        if type(event) is not Alloc and type(event) is not Free:
             return None
-        stack = self._by_move.get(id(move))
+        stack = self._by_move.get(id(event))
         if stack is None:
-            key = _stack_of(move) if type(move) is Alloc else move.stack
-            stack = self._by_move[id(move)] = self._stacks[key]
+            key = _stack_of(event) if type(event) is Alloc else event.stack
+            stack = self._by_move[id(event)] = self._stacks[key]
         return stack
 
     def _is_shifted(self, before: Mapping[int, Sequence[int]], by: int, first: int) -> bool:
@@ -420,7 +422,7 @@ class TraceWriter:
             for key, numbers in before.items()
         )
 
-    def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[Move]) -> None:
+    def _shift(self, counts: _TraceSize, times: int, first: int, moves: Sequence[TraceEvent]) -> None:
         """Repeat the events written since these counts `times` more times, with new block numbers."""
         blocks, events, marks, last = self._blocks, self._events, self._marks, self._last
         of_blocks, of_events = blocks[counts.blocks :], events[counts.events :]
@@ -454,9 +456,9 @@ class _TraceSize(NamedTuple):
     waits: int
 
 
-def _is_plain(move: Move) -> bool:
+def _is_plain(event: TraceEvent) -> bool:
     """Return True if this event concerns only one CUDA stream."""
-    return type(move) is not StreamWait and not (type(move) is Free and move.awaited)
+    return type(event) is not StreamWait and not (type(event) is Free and event.awaited)
 
 
 class _SteadyStep:
@@ -470,19 +472,19 @@ class _SteadyStep:
         self.order = StreamKernels()
         self._after: tuple[int, ...] = ()
 
-    def follow(self, move: Move, events: int, *, ordered: bool = True) -> None:
+    def follow(self, event: TraceEvent, events: int, *, ordered: bool = True) -> None:
         """Add an event to the record of the last step, after `events` allocations and frees. With `ordered`,
         kernels are indexed by stream for later waits.
         """
-        if type(move) is Kernel:
-            self.kernels.append(move._replace(after=self._after) if self._after else move)
+        if type(event) is Kernel:
+            self.kernels.append(event._replace(after=self._after) if self._after else event)
             self.launched.append(events)
             if ordered:
-                self.order.add(move)
+                self.order.add(event)
             self._after = ()
-        elif type(move) is StreamWait:
-            self._after = self.order.numbers(move.after)
-        elif move is MarkKind.WAIT:
+        elif type(event) is StreamWait:
+            self._after = self.order.numbers(event.after)
+        elif event is MarkKind.WAIT:
             self.waits.append(len(self.kernels))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from snugfit.rehearsal.trace.relative import Alloc, Free, Move, PhaseStart, RelativeTrace, TraceWriter
+from snugfit.rehearsal.trace.relative import Alloc, Free, PhaseStart, RelativeTrace, TraceEvent, TraceWriter
 from snugfit.rehearsal.trace.trace import Kernel, Mark, MarkKind, Trace
 from snugfit.step.step import SKIPPED
 
@@ -81,7 +81,7 @@ def short_run(
 class Piece(NamedTuple):
     """Consecutive events of a run, such as those of one micro-batch, and the number of their repetitions."""
 
-    moves: Sequence[Move]
+    moves: Sequence[TraceEvent]
     times: int = 1
 
 
@@ -89,12 +89,12 @@ class Piece(NamedTuple):
 class PeriodicRun:
     """Events of a long run, in which the last recorded step is repeated until there are `steps` steps."""
 
-    build: Sequence[Move]
+    build: Sequence[TraceEvent]
     """Events before the first step, such as the model's construction."""
     recorded: Sequence[Sequence[Piece]]
     """Events of the recorded steps. The last recorded step represents all later ones."""
     steps: int
-    rest: Sequence[Move]
+    rest: Sequence[TraceEvent]
     """Events after the last step."""
     attention: tuple[str, ...]
     doubts: tuple[str, ...]
@@ -104,9 +104,9 @@ class PeriodicRun:
         """Return the events of the whole run in order, as a relative trace."""
         whole = [*self.build]
         for index in range(self.steps):
-            for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
+            for events, times in self.recorded[min(index, len(self.recorded) - 1)]:
                 whole += [
-                    move._replace(step=index) if type(move) is PhaseStart else move for move in moves
+                    event._replace(step=index) if type(event) is PhaseStart else event for event in events
                 ] * times
         return RelativeTrace((*whole, *self.rest), self.attention, self.doubts, self.groups)
 
@@ -114,12 +114,12 @@ class PeriodicRun:
         """Return the trace of the whole run. Raise `LookupError` if an event frees a block that
         is not live.
         """
-        pieces = [moves for step in self.recorded for moves, _ in step]
+        pieces = [events for step in self.recorded for events, _ in step]
         writer = TraceWriter(itertools.chain(self.build, *pieces, self.rest))
         writer.follow(self.build)
         for index in range(self.steps):
-            for moves, times in self.recorded[min(index, len(self.recorded) - 1)]:
-                writer.follow_times(moves, times, index)
+            for events, times in self.recorded[min(index, len(self.recorded) - 1)]:
+                writer.follow_times(events, times, index)
         writer.follow(self.rest)
         return writer.trace(RelativeTrace((), self.attention, self.doubts, self.groups))
 
@@ -128,17 +128,17 @@ class PeriodicRun:
         occurs at most `most` times.
         """
         # Copies of the list repeat its moves as the same objects, which `TraceWriter` reuses.
-        moves = [move for moves, times in self.recorded[-1] for move in list(moves) * min(times, most)]
+        events = [event for events, times in self.recorded[-1] for event in list(events) * min(times, most)]
         kernels: list[Kernel] = []
         waits: list[int] = []
         marks: list[Mark] = []
-        for move in (*moves, *self.rest):
-            if type(move) is Kernel:
-                kernels.append(move)
-            elif type(move) is PhaseStart:
+        for event in (*events, *self.rest):
+            if type(event) is Kernel:
+                kernels.append(event)
+            elif type(event) is PhaseStart:
                 # Only the order of phases matters here, so the marks have no event.
-                marks.append(Mark(0, *move))
-            elif move is MarkKind.WAIT:
+                marks.append(Mark(0, *event))
+            elif event is MarkKind.WAIT:
                 waits.append(len(kernels))
         return Trace((), (), tuple(marks), tuple(kernels), tuple(waits), self.attention, self.doubts)
 
@@ -153,8 +153,8 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
     if len(recorded) not in (steps, min(steps, RECORDED_STEPS)):
         return None
     widened: list[Sequence[Piece]] = []
-    for moves in recorded:
-        wide = widen(moves, micro_batches)
+    for events in recorded:
+        wide = widen(events, micro_batches)
         if wide is None:
             return None
         widened.append(wide)
@@ -166,29 +166,31 @@ def repeat(relative: RelativeTrace, *, steps: int, micro_batches: int) -> Period
 class SplitSteps(NamedTuple):
     """The events of a run, split where its steps begin."""
 
-    build: Sequence[Move]
+    build: Sequence[TraceEvent]
     """Events before the first step."""
-    steps: list[Sequence[Move]]
+    steps: list[Sequence[TraceEvent]]
     """Events of each step."""
-    rest: Sequence[Move]
+    rest: Sequence[TraceEvent]
     """Events after the last step."""
 
 
-def split_steps(moves: Sequence[Move]) -> SplitSteps:
+def split_steps(events: Sequence[TraceEvent]) -> SplitSteps:
     """Split the events of a run where its steps begin and end."""
-    first = next((at for at, move in enumerate(moves) if isinstance(move, PhaseStart) and move.step == 0), 0)
-    ends = [first, *(at + 1 for at, move in enumerate(moves) if move is MarkKind.STEP_END)]
-    steps = [moves[start:end] for start, end in pairwise(ends)]
-    return SplitSteps(moves[:first], steps, moves[ends[-1] :])
+    first = next(
+        (at for at, event in enumerate(events) if isinstance(event, PhaseStart) and event.step == 0), 0
+    )
+    ends = [first, *(at + 1 for at, event in enumerate(events) if event is MarkKind.STEP_END)]
+    steps = [events[start:end] for start, end in pairwise(ends)]
+    return SplitSteps(events[:first], steps, events[ends[-1] :])
 
 
-def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
+def micro_batch_starts(events: Sequence[TraceEvent]) -> list[int]:
     """Return the indices at which micro-batches begin: at the load phase before a forward pass.
 
     The HF Trainer loads all micro-batches at the start of a step. Its later micro-batches begin at a forward
     pass after a `clip` phase, or where that pass is skipped.
     """
-    starts = [(at, move.phase) for at, move in enumerate(moves) if isinstance(move, PhaseStart)]
+    starts = [(at, event.phase) for at, event in enumerate(events) if isinstance(event, PhaseStart)]
     return [
         at if phase == "load" else forward
         for (at, phase), (forward, following) in pairwise(starts)
@@ -196,42 +198,42 @@ def micro_batch_starts(moves: Sequence[Move]) -> list[int]:
     ]
 
 
-def widen(moves: Sequence[Move], micro_batches: int) -> Sequence[Piece] | None:
+def widen(events: Sequence[TraceEvent], micro_batches: int) -> Sequence[Piece] | None:
     """Return the events of a step with `micro_batches` micro-batches: the last but one is repeated, or left
     out for one fewer.
 
     Return None if that micro-batch is not periodic.
     """
-    starts = micro_batch_starts(moves)
+    starts = micro_batch_starts(events)
     if len(starts) == micro_batches:
-        return _fill_skipped(moves, starts)
+        return _fill_skipped(events, starts)
     # If the last micro-batch but one is omitted, the events are those of one micro-batch fewer.
     if len(starts) < RECORDED_MICRO_BATCHES or micro_batches < len(starts) - 1:
         return None
     before_last, last = starts[-2:]
-    if not _leaves_as_many(moves[before_last:last]):
+    if not _leaves_as_many(events[before_last:last]):
         return None
     further = micro_batches - len(starts) + 1
-    return [Piece(moves[:before_last]), Piece(moves[before_last:last], further), Piece(moves[last:])]
+    return [Piece(events[:before_last]), Piece(events[before_last:last], further), Piece(events[last:])]
 
 
-def _fill_skipped(moves: Sequence[Move], starts: Sequence[int]) -> Sequence[Piece] | None:
+def _fill_skipped(events: Sequence[TraceEvent], starts: Sequence[int]) -> Sequence[Piece] | None:
     """Return a step's events with each skipped micro-batch replaced by a copy of the last one before. Return
     None if these micro-batches do not repeat.
     """
-    phases = [move.phase if isinstance(move := moves[at], PhaseStart) else "" for at in starts]
+    phases = [event.phase if isinstance(event := events[at], PhaseStart) else "" for at in starts]
     skipped = [number for number, phase in enumerate(phases) if phase == SKIPPED]
     if not skipped:
-        return [Piece(moves)]
+        return [Piece(events)]
     like, first, end = (starts[number] for number in (skipped[0] - 1, skipped[0], skipped[-1] + 1))
-    if not (_leaves_as_many(moves[like:first]) and _leaves_as_many(moves[first:end])):
+    if not (_leaves_as_many(events[like:first]) and _leaves_as_many(events[first:end])):
         return None
-    return [Piece(moves[:like]), Piece(moves[like:first], 1 + len(skipped)), Piece(moves[end:])]
+    return [Piece(events[:like]), Piece(events[like:first], 1 + len(skipped)), Piece(events[end:])]
 
 
-def _leaves_as_many(moves: Sequence[Move]) -> bool:
+def _leaves_as_many(events: Sequence[TraceEvent]) -> bool:
     """Return True if these events leave the number of live blocks unchanged, for each stack (blocks with
     equal properties)."""
     # Equal counts per stack suffice, since a stack identifies blocks only by their position.
-    allocated = Counter([move.stack for move in moves if type(move) is Alloc])
-    return allocated == Counter([move.stack for move in moves if type(move) is Free])
+    allocated = Counter([event.stack for event in events if type(event) is Alloc])
+    return allocated == Counter([event.stack for event in events if type(event) is Free])

@@ -51,9 +51,9 @@ def render(plans: GpuPlans, prices: Prices | None = None, *, details: bool = Tru
         answer,
         [question(plans)],
         slots_kept(plans),
-        the_run(plans, prices),
+        run_length(plans, prices),
         [table(plans, prices), *unknown(plans)],
-        looked_at(plans),
+        search_counts(plans),
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in doubts(plans)),
     )
 
@@ -62,8 +62,8 @@ def question(plans: GpuPlans) -> str:
     """Return the report's first line: the job, the number of GPUs, the allowed change of results (fidelity)
     and the objective.
     """
-    asked = f"fidelity {plans.fidelity} · objective {plans.objective}"
-    return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {asked}"
+    limits = f"fidelity {plans.fidelity} · objective {plans.objective}"
+    return f"{job_line(plans.job)} · {len(plans.answers)} GPUs · {limits}"
 
 
 def headline(plans: GpuPlans, prices: Prices) -> Iterator[str]:
@@ -135,7 +135,7 @@ def cards_like(plans: GpuPlans, answer: OnGpu) -> str:
     size = answer.gpu.marketed_gb
     if size is None:
         return show_bytes(answer.gpu.memory_bytes or 0)
-    models = dict.fromkeys(one.gpu.model for one in plans.fitting if one.gpu.marketed_gb == size)
+    models = dict.fromkeys(fitting.gpu.model for fitting in plans.fitting if fitting.gpu.marketed_gb == size)
     # English uses `an` before 8, 11, 18 and 80.
     article = "an" if str(size).startswith("8") or size in (11, 18) else "a"
     return f"{article} {size} GB card ({some_of([*models], FEW)})"
@@ -161,7 +161,7 @@ def _nearest(plans: GpuPlans) -> str:
     return f"The nearest miss: {nearest.key} is short by {lacking} for {nearest.choice.recipe}."
 
 
-def the_run(plans: GpuPlans, prices: Prices) -> Iterator[str]:
+def run_length(plans: GpuPlans, prices: Prices) -> Iterator[str]:
     """Yield a sentence on the length of the whole training run if it was given, and on GPUs
     without a price.
     """
@@ -273,8 +273,11 @@ def unknown(plans: GpuPlans) -> list[Grid]:
         if answer.why:
             reasons.setdefault(answer.why.replace(answer.gpu.name, "this GPU"), []).append(answer)
     rows = tuple(
-        (", ".join(one.key for one in alike), alike[0].why if len(alike) == 1 else why[0].upper() + why[1:])
-        for why, alike in reasons.items()
+        (
+            ", ".join(entry.key for entry in group),
+            group[0].why if len(group) == 1 else reason[0].upper() + reason[1:],
+        )
+        for reason, group in reasons.items()
     )
     return [Grid(title="Not predicted", heads=("GPU", "Why"), rows=rows)] if rows else []
 
@@ -284,17 +287,17 @@ def doubts(plans: GpuPlans) -> dict[str, None]:
     return dict.fromkeys(doubt for answer in plans.answers for doubt in answer.doubts)
 
 
-def looked_at(plans: GpuPlans) -> Iterator[str]:
+def search_counts(plans: GpuPlans) -> Iterator[str]:
     """Yield a sentence on the number of recipes that the search considered. It adds how a full simulation
     checked the best ones.
     """
     if plans.counts:
         recipes, searches = max(counts.recipes for counts in plans.counts), len(plans.counts)
-        judged = sum(counts.replayed for counts in plans.counts)
+        evaluated = sum(counts.replayed for counts in plans.counts)
         yield (
             f"{recipes:,} valid recipe{'s' * (recipes != 1)}. GPUs that run the same kernels were searched "
-            f"together, in {searches} search{'es' * (searches != 1)} that evaluated {judged:,} "
-            f"recipe{'s' * (judged != 1)}. Each answer includes the workspaces of its own GPU. "
+            f"together, in {searches} search{'es' * (searches != 1)} that evaluated {evaluated:,} "
+            f"recipe{'s' * (evaluated != 1)}. Each answer includes the workspaces of its own GPU. "
             f"{_agreement(plans)}".strip()
         )
 

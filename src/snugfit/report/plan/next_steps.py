@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.techniques.feature import Configuration
 
-BY_FLAG = ("batch_size", "sequence_length", "target_length", "padding", "labels", "clip")
+OPTION_FIELDS = ("batch_size", "sequence_length", "target_length", "padding", "labels", "clip")
 """Names of the job's fields that commands accept as options of the same names."""
 
-BY_SET = ("decay_groups", "build_on", "learning_rate")
+FILE_FIELDS = ("decay_groups", "build_on", "learning_rate")
 """Names of the job's fields that commands accept only as keys of a job file."""
 
 
@@ -58,7 +58,7 @@ def job_words(job: Job) -> str:
     unused = {"sequence_length"} if not has_sequence(job.task) else set()
     unused |= set() if has_target(job.task) else {"target_length"}
     words = [job.model.name, "--task", str(job.task)]
-    for name in BY_FLAG:
+    for name in OPTION_FIELDS:
         if name not in unused and (value := getattr(job, name)) != defaults[name]:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if job.dtype != (job.model.dtype or "float32"):
@@ -66,7 +66,7 @@ def job_words(job: Job) -> str:
     words += [] if job.trains else ["--phase", str(job.phase)]
     words += job.added_phase.arguments(job) if job.added_phase else []
     words += ["--vocab-size", str(job.model.vocabulary)] if job.model.resized else []
-    for name in BY_SET:
+    for name in FILE_FIELDS:
         if (value := getattr(job, name)) != defaults[name]:
             words += ["--set", f"{name}={value}"]
     words += [word for plugin in plugin_words() for word in ("--plugin", plugin)]

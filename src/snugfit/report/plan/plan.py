@@ -34,14 +34,14 @@ def render(plan: Plan, *, everything: bool = False, configuration: Configuration
         [verdict(plan, configuration), Sentence(plan.best_or_nearest.recipe, "recipe")],
         [question(plan), f"A {_turn(plan)} takes {_pace(plan)}."],
         headroom(plan),
-        (Sentence(sentence, "bullet") for sentence in because(plan)),
+        (Sentence(sentence, "bullet") for sentence in reasons(plan)),
         about_run(plan),
         about_cost(plan),
         changes(plan),
         [front(plan, everything=everything), *([refusals(plan)] if plan.refused else [])],
         plan.cures,
         with_commands((*of_plan(plan), *next_steps(plan, configuration))),
-        [looked_at(plan)],
+        [search_counts(plan)],
         (Sentence(f"Uncertain: {doubt}", "uncertain") for doubt in _doubts(plan)),
     )
 
@@ -58,9 +58,9 @@ def question(plan: Plan) -> str:
     """Return the report's first line: the job, the GPU, its memory and the allowed change of results
     (fidelity).
     """
-    where = plan.gpu.name if plan.gpu else "no GPU named"
+    device = plan.gpu.name if plan.gpu else "no GPU named"
     memory = f", {show_bytes(plan.memory_bytes)}" if plan.memory_bytes else ""
-    return f"{job_line(plan.job)} · {where}{memory} · fidelity {plan.fidelity}"
+    return f"{job_line(plan.job)} · {device}{memory} · fidelity {plan.fidelity}"
 
 
 def answer(plan: Plan) -> str:
@@ -81,14 +81,16 @@ def headroom(plan: Plan) -> Iterator[str]:
     """
     if plan.best and plan.memory_bytes and plan.headroom_bytes:
         left = plan.memory_bytes - plan.best.needed_bytes
-        asked = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
+        requested = f"{show_bytes(plan.headroom_bytes)} should stay free (--headroom)"
         if plan.tight:
-            yield (f"Tight: no recipe leaves the headroom free. This one leaves {show_bytes(left)}; {asked}.")
+            yield (
+                f"Tight: no recipe leaves the headroom free. This one leaves {show_bytes(left)}; {requested}."
+            )
         else:
-            yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {asked}."
+            yield f"It leaves {show_bytes(left)} of {show_bytes(plan.memory_bytes)}; {requested}."
 
 
-def because(plan: Plan) -> Iterator[str]:
+def reasons(plan: Plan) -> Iterator[str]:
     """Yield a sentence for each slot (such as the optimizer) with the reason for the best recipe's technique:
     its bytes and seconds against another's.
     """
@@ -108,9 +110,9 @@ def _sentence(shown: Choice, reason: Reason, turn: str) -> str:
     slower = show_per_cent(reason.step_seconds, shown.step_seconds)
     text = f"{reason.slot}: {chosen}. With {reason.against}: {size}, "
     text += f"{show_seconds(reason.step_seconds)} a {turn} ({slower})"
-    apart = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
-    if abs(apart) >= LEAST_STARTUP:
-        text += f", {'+' if apart > 0 else '-'}{show_seconds(abs(apart))} start-up"
+    extra_seconds = (reason.once_seconds or shown.once_seconds) - shown.once_seconds
+    if abs(extra_seconds) >= LEAST_STARTUP:
+        text += f", {'+' if extra_seconds > 0 else '-'}{show_seconds(abs(extra_seconds))} start-up"
     if reason.because:
         text += f", {reason.because}"
     if reason.is_estimated:
@@ -160,11 +162,11 @@ def changes(plan: Plan) -> list[Grid]:
     ]
     shown = plan.best_or_nearest
     rows += [("all of them", *_figures(shown.needed_bytes, shown.step_seconds), "", shown.recipe)]
-    what = "Changes to your recipe, each change alone" if start.changes else "Your recipe is the best"
+    title = "Changes to your recipe, each change alone" if start.changes else "Your recipe is the best"
     note = f"Your recipe cannot run: {start.why_not} " if start.why_not else ""
     return [
         Grid(
-            title=what,
+            title=title,
             heads=("Slot", "GiB on the GPU>", f"ms a {_turn(plan)}>", "Yours<", "The plan's<"),
             rows=tuple(rows if start.changes else rows[:1]),
             note=f"{note}Figures are for the plain loop.",
@@ -225,22 +227,26 @@ def refusals(plan: Plan) -> Grid:
     """Return a table of the techniques that the plan did not consider, by reason, with the numbers of their
     recipes.
     """
-    heads = ("What", "Why", "Recipes>") if any(one.recipes for one in plan.refused) else ("What", "Why")
-    alike: dict[str, list[Exclusion]] = defaultdict(list)
+    heads = (
+        ("What", "Why", "Recipes>")
+        if any(exclusion.recipes for exclusion in plan.refused)
+        else ("What", "Why")
+    )
+    by_reason: dict[str, list[Exclusion]] = defaultdict(list)
     for refusal in plan.refused:
-        alike[refusal.why].append(refusal)
+        by_reason[refusal.why].append(refusal)
     cells = (
         (
-            ", ".join(dict.fromkeys(one.what for one in several)),
-            why,
-            f"{count:,}" if (count := sum(one.recipes for one in several)) else "",
+            ", ".join(dict.fromkeys(exclusion.what for exclusion in several)),
+            reason,
+            f"{count:,}" if (count := sum(exclusion.recipes for exclusion in several)) else "",
         )
-        for why, several in alike.items()
+        for reason, several in by_reason.items()
     )
     return Grid(title="Not considered", heads=heads, rows=tuple(row[: len(heads)] for row in cells))
 
 
-def looked_at(plan: Plan) -> str:
+def search_counts(plan: Plan) -> str:
     """Return a sentence on the number of recipes that the search considered, and on the full simulation of
     the best one.
     """

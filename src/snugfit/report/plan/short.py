@@ -163,7 +163,7 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield labelled lines on a few other recipes of the Pareto front of memory and time, with their bytes
     and seconds."""
     shown = shown_front(plan, most=1 + ALTERNATIVES)
-    for number, choice in enumerate(one for one in shown if one != plan.best_or_nearest):
+    for number, choice in enumerate(candidate for candidate in shown if candidate != plan.best_or_nearest):
         figures = f"{show_gib(choice.needed_bytes)}, {roughly(choice.step_seconds)} a {plan.job.words.turn}"
         yield "" if number else "alternative", f"{figures}{_mark(plan, choice)}: {choice.recipe}"
 

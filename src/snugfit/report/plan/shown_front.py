@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Choice, Plan
 
 MOST_ROWS = 8
-APART = 0.03
+MIN_DIFFERENCE = 0.03
 """Relative difference below which two recipes count as one, if both their bytes and their seconds differ by
 less."""
 
@@ -51,8 +51,8 @@ def shown_front(plan: Plan, *, everything: bool = False, most: int = MOST_ROWS) 
     return sorted([*rows, *near], key=order)
 
 
-def _differ(one: Choice, other: Choice) -> bool:
+def _differ(first: Choice, other: Choice) -> bool:
     return (
-        abs(one.needed_bytes - other.needed_bytes) >= APART * other.needed_bytes
-        or abs(one.step_seconds - other.step_seconds) >= APART * other.step_seconds
+        abs(first.needed_bytes - other.needed_bytes) >= MIN_DIFFERENCE * other.needed_bytes
+        or abs(first.step_seconds - other.step_seconds) >= MIN_DIFFERENCE * other.step_seconds
     )

@@ -55,7 +55,9 @@ def _sentences(ways: WaysOut | None, command: str, of: str, turn: str) -> list[s
     if ways is None:
         return []
     return [
-        one for code in hooks("changes_that_fit") for one in code().about_ways_out(ways, command, of, turn)
+        sentence
+        for code in hooks("changes_that_fit")
+        for sentence in code().about_ways_out(ways, command, of, turn)
     ]
 
 

@@ -247,7 +247,10 @@ def schema_of(command: str | None = None) -> dict[str, Any]:
             f"Try: snugfit schema{''.join(f' {name}' for name in similar)}"
         )
     owners = list(dict.fromkeys(chosen.values()))
-    calls = {owner: [f"snugfit {call}" for call, one in chosen.items() if one is owner] for owner in owners}
+    calls = {
+        owner: [f"snugfit {call}" for call, command_class in chosen.items() if command_class is owner]
+        for owner in owners
+    }
     return {
         "$schema": DIALECT,
         "title": f"snugfit {command} --json" if command else "Documents of snugfit's commands with --json",
@@ -290,12 +293,12 @@ def _schema_of_parts(kind: Any) -> dict[str, Any]:
     origin, arguments, inner = typing.get_origin(kind), typing.get_args(kind), parts(kind)
     composed: dict[str, Any] = {}
     if origin in (types.UnionType, typing.Union):
-        composed = _nullable([value_schema(one) for one in inner])
+        composed = _nullable([value_schema(argument) for argument in inner])
     elif origin is Literal:
         composed = {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}
     elif origin is tuple and arguments[-1] is not Ellipsis:
         size = len(inner)
-        entries = [value_schema(one) for one in inner]
+        entries = [value_schema(argument) for argument in inner]
         composed = {"type": "array", "prefixItems": entries, "minItems": size, "maxItems": size}
     elif origin in (tuple, list):
         composed = {"type": "array", "items": value_schema(inner[0])}
@@ -359,14 +362,14 @@ def objects(roots: Iterable[type]) -> Iterator[type]:
         if owner not in owners:
             owners.add(owner)
             yield owner
-            waiting += [one for kind, _ in keys(owner).values() for one in described_classes(kind)]
+            waiting += [class_ for kind, _ in keys(owner).values() for class_ in described_classes(kind)]
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
     """Return the types inside of a generic type: of a list's entries, a mapping's values, or a union's
     members, without None.
     """
-    return tuple(one for one in typing.get_args(kind) if one not in (type(None), Ellipsis))
+    return tuple(argument for argument in typing.get_args(kind) if argument not in (type(None), Ellipsis))
 
 
 def described_classes(kind: Any) -> Iterator[type]:
@@ -392,7 +395,11 @@ def title(owner: type) -> str:
 
 def unit(name: str, kind: Any) -> str:
     """Return the unit of a JSON number by the end of its key, such as bytes for `_bytes`; empty for none."""
-    numbers = {int, float} & {kind, *parts(kind), *(one for part in parts(kind) for one in parts(part))}
+    numbers = {int, float} & {
+        kind,
+        *parts(kind),
+        *(argument for part in parts(kind) for argument in parts(part)),
+    }
     ending = next((end for end in UNITS if name == end or (end[0] == "_" and name.endswith(end))), "")
     return UNITS.get(ending, "") if numbers else ""
 

@@ -26,18 +26,18 @@ SCALED_RATES = "step time, as no rates of this GPU were measured"
 
 
 def subject(
-    job: Job, recipe: Recipe | None, where: Gpu | str | None, gpus: int = 1, *, memory: int | None = None
+    job: Job, recipe: Recipe | None, device: Gpu | str | None, gpus: int = 1, *, memory: int | None = None
 ) -> str:
     """Return `Llama-3.1-8B, LoRA r=16, 16 × 2048, RTX 4090`: model, trained weights, batch and GPU.
 
     The weights are left out without a recipe, and the GPU where none was named. A limit of `memory` that the
     GPU does not have follows its name: `Tesla T4 with 80.0 GiB`.
     """
-    name = where if isinstance(where, str) else where.name if where else ""
+    name = device if isinstance(device, str) else device.name if device else ""
     card = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     if gpus > 1:
         card = f"{gpus} x {card}" if card else f"{gpus} GPUs"
-    if memory and where and not isinstance(where, str) and _is_more_than(memory, where):
+    if memory and device and not isinstance(device, str) and _is_more_than(memory, device):
         card += f" with {show_gib(memory)}"
     model = job.model.name.rpartition("/")[2]
     batch = sizes(job) if has_sequence(job.task) else f"batch {sizes(job)}"
@@ -80,11 +80,11 @@ def show_fit(
     if memory is None:
         return f"needs {show_gib(needed)}; add --gpu NAME to see whether it fits"
     if needed > memory:
-        size, has = show_apart(needed, memory)
+        size, has = show_distinct(needed, memory)
         return f"does not fit{condition and f' {condition}'}: needs {size}, {limit} {has}"
     free = f"{show_gib(memory - needed)} free"
     if headroom:
-        less, more = show_apart(memory - needed, headroom)
+        less, more = show_distinct(memory - needed, headroom)
         free = f"{less} free, less than the headroom of {more}"
     pace = f", about {roughly(speed.step_seconds)} a {turn}" if speed and speed.step_seconds else ""
     tight = "fits, but tight" if headroom else "fits"
@@ -99,10 +99,10 @@ def show_gib(size: int, digits: int = 1) -> str:
     return f"{size / GIB:.{digits if size < 100 * GIB or digits > 1 else 0}f} GiB"
 
 
-def show_apart(one: int, other: int) -> tuple[str, str]:
+def show_distinct(first: int, other: int) -> tuple[str, str]:
     """Return two sizes in bytes as text, with enough digits to show their difference."""
     for digits in (1, 2, 3):
-        shown = show_gib(one, digits), show_gib(other, digits)
+        shown = show_gib(first, digits), show_gib(other, digits)
         if shown[0] != shown[1]:
             break
     return shown
@@ -119,7 +119,7 @@ def four_numbers(
     """Yield four labelled lines: the memory, its parts, the seconds of a step and the throughput."""
     limit = f" of {show_gib(memory)}" if memory else ""
     yield "GPU memory", f"{show_gib(needed)}{limit}{per_gpu}"
-    yield "of which", ", ".join(f"{show_gib(size)} {what}" for size, what in parts if size)
+    yield "of which", ", ".join(f"{show_gib(size)} {label}" for size, label in parts if size)
     if speed and speed.step_seconds:
         spread = f" ({spread})" if (spread := show_spread(speed)) else ""
         yield f"{words.turn} time", f"about {roughly(speed.step_seconds)}{spread}"

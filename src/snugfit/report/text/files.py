@@ -36,15 +36,15 @@ def write_new(files: Mapping[Path, str], *, force: bool) -> None:
         write_atomically(path, text.encode("utf-8"))
 
 
-def check_output(option: str, path: Path, endings: Sequence[str], what: str) -> None:
+def check_output(option: str, path: Path, endings: Sequence[str], rule: str) -> None:
     """Raise `UsageError`, before long work begins, for a file that cannot be written or has none of these
     endings.
 
-    `what` is the error's sentence that lists the allowed endings. The folder of the file is created later,
+    `rule` is the error's sentence that lists the allowed endings. The folder of the file is created later,
     with the file.
     """
     if path.suffix not in endings:
-        raise UsageError(f"{option} {path}: {what}.")
+        raise UsageError(f"{option} {path}: {rule}.")
     writable_folder(path.parent)
 
 

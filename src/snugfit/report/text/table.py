@@ -77,9 +77,9 @@ class PlainTable:
         # Columns that do not fit beside each other may fit without padding.
         for padding in (1, 0):
             gaps = 2 + (1 + 2 * padding) * (len(self.columns) - 1)  # including the table's edges
-            room = options.max_width - gaps
-            if sum(column.narrowest for column in self.columns) <= room:
-                yield self._side_by_side(padding, _widths(self.columns, room))
+            available = options.max_width - gaps
+            if sum(column.narrowest for column in self.columns) <= available:
+                yield self._side_by_side(padding, _widths(self.columns, available))
                 return
         if self.columns[0].recipe:
             yield from self._with_recipes_above(options.max_width)
@@ -100,9 +100,9 @@ class PlainTable:
     def _with_recipes_above(self, width: int) -> RenderResult:
         """Yield each recipe on a line of its own, which is never broken, and under it the other cells."""
         first, *rest = self.columns
-        room = width - INDENT - len(rest) + 1
-        is_narrow = sum(column.narrowest for column in rest) > room
-        widths = _widths(rest, room)
+        available = width - INDENT - len(rest) + 1
+        is_narrow = sum(column.narrowest for column in rest) > available
+        widths = _widths(rest, available)
         yield from [words(self._title, "bold")] if self._title else []
         yield words(first.head)
         if not is_narrow:
@@ -120,8 +120,10 @@ class PlainTable:
         beside, under = list(self.columns), []
         # If columns must move below, recipes are first, then texts, then numbers. The first column always
         # stays.
-        for column in sorted(self.columns[:0:-1], key=lambda one: (not one.recipe, one.figures)):
-            if sum(one.narrowest + 1 for one in beside) - 1 > width:
+        for column in sorted(
+            self.columns[:0:-1], key=lambda candidate: (not candidate.recipe, candidate.figures)
+        ):
+            if sum(candidate.narrowest + 1 for candidate in beside) - 1 > width:
                 beside.remove(column)
                 under.append(column)
         under = [column for column in self.columns if column in under]
@@ -158,10 +160,10 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     """Return each column's width: its narrowest, and a fair share of the rest for those with longer texts."""
     widths = [min(column.narrowest, width) for column in columns]
     left = width - sum(widths)
-    wants = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
+    excesses = sorted((column.longest - column.narrowest, number) for number, column in enumerate(columns))
     # The column that needs the least comes first, so that its unused width is shared by the others.
-    for done, (want, number) in enumerate(wants):
-        more = min(left // (len(wants) - done), want)
+    for done, (excess, number) in enumerate(excesses):
+        more = min(left // (len(excesses) - done), excess)
         widths[number] += more
         left -= more
     return widths
@@ -172,8 +174,8 @@ def _one_row(columns: Sequence[_Column], widths: Sequence[int], number: int | No
     shown = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0), show_header=number is None
     )
-    for column, room in zip(columns, widths, strict=True):
-        column.add_to(shown, room)
+    for column, width in zip(columns, widths, strict=True):
+        column.add_to(shown, width)
     if number is not None:
         shown.add_row(*(column.cells[number] for column in columns))
     return shown
@@ -184,7 +186,7 @@ def _fill(columns: Sequence[_Column], number: int, width: int) -> Iterator[Text]
     title of its column.
     """
     line = Text()
-    for column in sorted(columns, key=lambda one: one.recipe):
+    for column in sorted(columns, key=lambda candidate: candidate.recipe):
         cell = column.cells[number]
         if not cell.cell_len:
             continue

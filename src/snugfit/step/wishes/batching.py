@@ -53,12 +53,12 @@ class LoaderHandler(Handler):
     def training_arguments(self, value: LoaderWish, job: Job, device: torch.device) -> dict[str, Any]:
         """Return the Trainer's loader arguments; without workers their options are reset."""
         arguments = self.loader_arguments(value, device)
-        said: dict[str, Any] = {"dataloader_num_workers": arguments["num_workers"]}
+        loader_settings: dict[str, Any] = {"dataloader_num_workers": arguments["num_workers"]}
         if arguments["pin_memory"]:
-            said["dataloader_pin_memory"] = True
+            loader_settings["dataloader_pin_memory"] = True
         if not arguments["num_workers"]:
-            said |= {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
-        return said
+            loader_settings |= {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        return loader_settings
 
     def script(self, value: LoaderWish, context: ScriptContext) -> dict[str, Any]:
         """Return the number of workers and the pinning of a `DataLoader`, as values for an exported script's

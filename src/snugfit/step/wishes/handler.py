@@ -100,13 +100,13 @@ class ScriptContext:
     checkpointing_options: frozenset[str]
     """Names of the checkpointing options in this version of transformers."""
 
-    def refusal(self, slot: Slot, why: str) -> RecipeError:
+    def refusal(self, slot: Slot, reason: str) -> RecipeError:
         """Return the error for a field of the settings that an exported script cannot express, with the
         technique and the reason.
         """
         technique = _technique_for(self.recipe, slot)
         return RecipeError(
-            f"{technique} cannot be exported: {why}.\nLeave it out or choose another technique for "
+            f"{technique} cannot be exported: {reason}.\nLeave it out or choose another technique for "
             f"{technique.slot} (snugfit techniques). snugfit train takes this recipe as it is."
         )
 
@@ -117,8 +117,8 @@ def _technique_for(recipe: Recipe, slot: Slot) -> Technique:
     """
     shared = roster.slots_of_several_gpus()
     slots = shared if slot in shared else (slot,)
-    asking = [recipe[one] for one in slots if recipe[one] != roster.plain(one)]
-    technique: Technique = asking[0] if asking else recipe[slot]
+    candidates = [recipe[candidate] for candidate in slots if recipe[candidate] != roster.plain(candidate)]
+    technique: Technique = candidates[0] if candidates else recipe[slot]
     return technique
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
-from snugfit.job.build import no_package_asked_for
+from snugfit.job.build import without_package_checks
 from snugfit.job.dtype import cast_weights, dtype_name
 from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
 from snugfit.step.selective import script_lines
@@ -49,7 +49,7 @@ class AttentionHandler(Handler):
         now = getattr(getattr(model, "config", None), "_attn_implementation", None)
         # `sdpa` is the default setting, with which a model without SDPA keeps its own attention.
         if value != "sdpa" and now not in (None, value) and hasattr(model, "set_attn_implementation"):
-            with no_package_asked_for(value, next(model.parameters()).device):
+            with without_package_checks(value, next(model.parameters()).device):
                 model.set_attn_implementation(value)
         if own := own_attentions().get(value):
             own.enter.run(model)

@@ -67,5 +67,5 @@ def known_numbers(wish: OptimizerWish, numbers: Mapping[str, Any]) -> dict[str, 
     """
     accepted = inspect.signature(wish.factory.resolve()).parameters.keys() - wish.factory.arguments.keys()
     is_of_adam = "betas" in accepted and len(numbers.get("betas", ())) == 2
-    alike = {"lr", "weight_decay", "maximize", *(("betas", "eps") if is_of_adam else ())}
-    return {name: value for name, value in numbers.items() if name in alike & accepted}
+    common = {"lr", "weight_decay", "maximize", *(("betas", "eps") if is_of_adam else ())}
+    return {name: value for name, value in numbers.items() if name in common & accepted}

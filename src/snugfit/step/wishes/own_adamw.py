@@ -64,7 +64,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def laid_out_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def with_strides_of(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient with the strides of its weight, as autograd returns it wherever possible. Raises
     `RecipeError` for a sparse one, and for one of another dtype.
     """

@@ -49,10 +49,10 @@ class PackageAttention:
 @functools.cache
 def package_attentions() -> Mapping[str, PackageAttention]:
     """Return the attentions of packages that features support, by transformers' name."""
-    return {one.name: one for one in feature_objects("attentions", PackageAttention)}
+    return {attention.name: attention for attention in feature_objects("attentions", PackageAttention)}
 
 
 @functools.cache
 def own_attentions() -> Mapping[str | None, OwnAttention]:
     """Return the attention functions that all features add, by name."""
-    return {one.name: one for one in feature_objects("attentions", OwnAttention)}
+    return {attention.name: attention for attention in feature_objects("attentions", OwnAttention)}

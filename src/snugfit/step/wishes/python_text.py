@@ -17,7 +17,7 @@ _OWN = "snugfit."
 def literal(value: Any) -> str:
     """Return a Python expression for a value: text, numbers, truth values, lists and mappings of these."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{literal(key)}: {literal(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(literal, value)) + "]"
     written = repr(value)

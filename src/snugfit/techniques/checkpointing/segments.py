@@ -20,7 +20,7 @@ from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-HANDING_ON = frozenset(
+SHARED_BIAS_MODELS = frozenset(
     {"t5", "mt5", "longt5", "switch_transformers", "udop", "pop2piano", "pix2struct", "wavlm"}
 )
 """Model types whose first layer computes a position bias and passes it on with the hidden state."""
@@ -48,7 +48,7 @@ class Segments(Technique):
         """
         yield from dropped_prefix(job)
         # The layers of a segment are called together and pass on only the hidden state.
-        if job.trains and job.model.architecture in HANDING_ON:
+        if job.trains and job.model.architecture in SHARED_BIAS_MODELS:
             yield (
                 f"the layers of {job.model.architecture} pass a position bias from one to the next, so "
                 "they cannot be recomputed together. Try 'every_layer' or 'every_nth_layer(2)'."

@@ -65,8 +65,8 @@ class Selective(Technique):
         """Yield a warning that attention with dropout is recomputed, unless the step is recorded as a CUDA
         graph and has seeded dropout.
         """
-        if why := self.planned_without(job, recipe):
-            yield f"{why}."
+        if reason := self.planned_without(job, recipe):
+            yield f"{reason}."
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
@@ -77,7 +77,7 @@ class Selective(Technique):
         stated = {} if job.model.module is not None else job.model.config
         # The width in the job's config makes an import of transformers unnecessary for most jobs.
         short = not has_sequence(job.task) or job.sequence_length < _stated_width(stated)
-        if dropout := dropout_among(stated, of="att") if short else job.stated_dropout(of="att"):
+        if dropout := dropout_among(stated, part="att") if short else job.stated_dropout(of="att"):
             if may_be_seeded(stated.get("model_type")):  # the only recomputation that CUDA graphs can record
                 return ""
             return f"attention has dropout ({dropout}), so it is computed again and not kept"

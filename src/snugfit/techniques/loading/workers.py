@@ -17,7 +17,7 @@ from snugfit.techniques.technique import Fidelity, Technique
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-FEW = 2
+TOKEN_WORKERS = 2
 """Number of worker processes that a plan chooses for batches of tokens. Two suffice for any step."""
 
 MOST = 8
@@ -44,14 +44,14 @@ class Workers(Technique):
         ),
     )
 
-    n: int = between(1, 256, default=FEW)
+    n: int = between(1, 256, default=TOKEN_WORKERS)
     """Number of worker processes that prepare batches."""
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield this technique with the number of workers that the batches' pictures or sound need."""
         # Tokens are cheap to prepare, so only floats (pictures, sound) need more workers.
-        yield cls(n=min(MOST, max(FEW, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
+        yield cls(n=min(MOST, max(TOKEN_WORKERS, -(-_bytes_of_floats(job) // BYTES_OF_ONE))))
 
     @property
     def value(self) -> LoaderWish:

@@ -58,7 +58,7 @@ def active_adapters(model: Any) -> list[str]:
     return sorted(active() if callable(active) else active)
 
 
-def refuse_what_cannot_be_kept(model: Any) -> None:
+def refuse_unsaved_adapters(model: Any) -> None:
     """Raise `SnugfitError` for adapters whose weights are not in the model, because checkpoints cannot
     contain them.
     """

@@ -26,7 +26,7 @@ from typing import Any
 CODE = "code of "
 """Prefix of the names under which a checkpoint records checksums of the user's functions."""
 
-TO_GO_ON = " (compare_code=False continues anyway)"
+CONTINUE_ADVICE = " (compare_code=False continues anyway)"
 """Suffix of such a name in the error about resuming a run with changed code."""
 
 _DIGITS = 12
@@ -42,9 +42,9 @@ def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
     The value for a missing function is None.
     """
     facts: dict[str, Any] = {}
-    for name, given in functions.items():
-        code = _Code(given)
-        facts[f"{CODE}{name}"] = None if given is None else code.text
+    for name, function in functions.items():
+        code = _Code(function)
+        facts[f"{CODE}{name}"] = None if function is None else code.text
         facts |= {f"{CODE}{name}: {key}": value for key, value in code.values.items()}
     return facts
 
@@ -52,24 +52,24 @@ def code_facts(functions: Mapping[str, Any]) -> dict[str, Any]:
 class _Code:
     """Collects the code of one callable and of the user's functions that it calls, to compute its digest."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, value: Any) -> None:
         self.values: dict[str, Any] = {}
         self._digest, self._visited, self._is_users = hashlib.sha256(), set[types.CodeType](), False
-        self._add(given)
-        name = getattr(_function_of(given), "__qualname__", type(given).__qualname__)
+        self._add(value)
+        name = getattr(_function_of(value), "__qualname__", type(value).__qualname__)
         name = name.rpartition("<locals>.")[2]
         self.text = f"{name} ({self._digest.hexdigest()[:_DIGITS]})" if self._is_users else name
 
-    def _add(self, given: Any) -> None:
+    def _add(self, member: Any) -> None:
         """Add the code of a function and its bound arguments, or of the methods of an object's class."""
-        if isinstance(given, functools.partial):
-            bound = {**{str(index): value for index, value in enumerate(given.args)}, **given.keywords}
+        if isinstance(member, functools.partial):
+            bound = {**{str(index): value for index, value in enumerate(member.args)}, **member.keywords}
             self._add_values(bound)
-            self._add(given.func)
-        elif isinstance(function := _function_of(given), types.FunctionType):
+            self._add(member.func)
+        elif isinstance(function := _function_of(member), types.FunctionType):
             self._add_function(function)
-        elif not isinstance(given, types.BuiltinFunctionType | types.BuiltinMethodType):
-            for kind in type(given).__mro__:
+        elif not isinstance(member, types.BuiltinFunctionType | types.BuiltinMethodType):
+            for kind in type(member).__mro__:
                 for method in vars(kind).values():
                     if isinstance(method, types.FunctionType):
                         self._add_function(method)
@@ -115,11 +115,11 @@ class _Code:
                 }
 
 
-def _function_of(given: Any) -> Any:
+def _function_of(value: Any) -> Any:
     """Return the function that a bound method or `functools.partial` wraps, and any other value unchanged."""
-    if isinstance(given, functools.partial):
-        return _function_of(given.func)
-    return getattr(given, "__func__", given)
+    if isinstance(value, functools.partial):
+        return _function_of(value.func)
+    return getattr(value, "__func__", value)
 
 
 def is_users(function: types.FunctionType) -> bool:

@@ -24,7 +24,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from snugfit.training.checkpoint.code_facts import CODE, TO_GO_ON, code_facts, is_users
+from snugfit.training.checkpoint.code_facts import CODE, CONTINUE_ADVICE, code_facts, is_users
 from snugfit.training.checkpoint.manager import differences
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     ]
     names = [name for name in names if not name.startswith(left_out)]
     wrong = differences(before, now, names) if names else []
-    wrong = [f"{text}{TO_GO_ON}" if text.startswith(CODE) else text for text in wrong]
+    wrong = [f"{text}{CONTINUE_ADVICE}" if text.startswith(CODE) else text for text in wrong]
     # If the schedule differs, it differs at many steps, so only the first one is reported.
     factors = [text for text in wrong if _FACTOR in text]
     wrong = [text for text in wrong if text not in factors[1:]]

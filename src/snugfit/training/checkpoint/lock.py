@@ -149,19 +149,19 @@ def _take(lock: FileLock, path: Path, current: Holder) -> None:
     try:
         lock.acquire(timeout=GRACE_SECONDS, cancel_check=holder_lives)
     except Timeout:
-        raise _held_by(path, _read(path)) from None
+        raise _owner_message(path, _read(path)) from None
     except OSError as refusal:
         if refusal.errno not in _NO_FLOCK:
             raise
         # If the kernel's lock is not supported, the guard file protects reading and writing the line.
         with SoftFileLock(path.with_name(GUARD), timeout=GRACE_SECONDS, poll_interval=POLL_SECONDS):
             if holder_lives():
-                raise _held_by(path, _read(path)) from None
+                raise _owner_message(path, _read(path)) from None
             _write(path, current)
         return
     holder = _read(path)
     if holder is not None and holder.alive and holder.pid != current.pid:
-        raise _held_by(path, holder)  # its line in the file is the lock, without the kernel's
+        raise _owner_message(path, holder)  # its line in the file is the lock, without the kernel's
     with suppress(OSError):  # on a full disk, the lock has no line
         _write(path, current)
 
@@ -183,13 +183,14 @@ def _write(path: Path, holder: Holder | None) -> None:
         file.write(json.dumps(asdict(holder)) + "\n" if holder else "")
 
 
-def _held_by(path: Path, holder: Holder | None) -> UsageError:
+def _owner_message(path: Path, holder: Holder | None) -> UsageError:
     cure = "Stop it, or name another folder."
     if holder is not None and holder.alive is None:
         cure += f" If it is no longer running there, delete {path}."
     if holder is not None and holder.alive is not False:
         return UsageError(f"{path.parent}: another training run writes there, {holder}. {cure}")
-    who = f"{holder} has ended, but a process that it started" if holder else "a process without a name"
+    owner = f"{holder} has ended, but a process that it started" if holder else "a process without a name"
     return UsageError(
-        f"{path.parent}: {who} still uses {path}. Stop it (`fuser {path}` shows it), or name another folder."
+        f"{path.parent}: {owner} still uses {path}. Stop it (`fuser {path}` shows it), or "
+        "name another folder."
     )

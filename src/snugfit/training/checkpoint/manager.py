@@ -83,10 +83,10 @@ def open_shared_store(folder: Path, ranks: Ranks, *, begin_anew: str) -> Iterato
     """Context that yields the store of a folder in several processes; the first process locks the folder for
     all.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def hold() -> bool:
-            held.enter_context(open_store(folder, begin_anew=begin_anew))
+            stack.enter_context(open_store(folder, begin_anew=begin_anew))
             return True
 
         ranks.first_answers(hold)
@@ -200,7 +200,7 @@ class CheckpointManager:
                 snapshot.step,
                 snapshot.write,
                 about,
-                stop=self._is_told_to_stop,
+                stop=self._should_stop,
                 needed_bytes=snapshot.bytes,
             )
             refused = self._retain(keep)
@@ -251,7 +251,7 @@ class CheckpointManager:
             return str(refusal)
         return ""
 
-    def _is_told_to_stop(self) -> bool:
+    def _should_stop(self) -> bool:
         return self._is_waited_for and self.is_too_late()
 
     def wait(self) -> None:
@@ -301,7 +301,7 @@ class CheckpointManager:
     def _is_in_store(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.folder.absolute().parent.resolve() == self.store.root.resolve()
 
-    def go_back_to(self, checkpoint: Checkpoint) -> None:
+    def discard_later(self, checkpoint: Checkpoint) -> None:
         """Rename all later checkpoints when a run resumes from this one, so that the next start ignores them.
 
         If the checkpoint is from another folder, all checkpoints of this folder are renamed.

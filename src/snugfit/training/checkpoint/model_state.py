@@ -279,21 +279,21 @@ def load_model_state(model: torch.nn.Module, folder: Path) -> None:
         restore_attributes(model, extra.get("attributes", {}))
 
 
-def _put(model: torch.nn.Module, own: torch.Tensor, name: str, value: torch.Tensor) -> None:
+def _put(model: torch.nn.Module, target: torch.Tensor, name: str, value: torch.Tensor) -> None:
     """Copy a saved value into the model's parameter or buffer of this name. A buffer of another size is
     replaced by a new one.
     """
     import torch
 
-    if own.shape == value.shape:
+    if target.shape == value.shape:
         # The tensor is overwritten in place, because optimizers and tied weights refer to it.
         with torch.no_grad():
-            own.copy_(value)
+            target.copy_(value)
         return
-    if isinstance(own, torch.nn.Parameter):
-        raise ValueError(f"{name} has the shape {tuple(own.shape)}, {tuple(value.shape)} was saved")
+    if isinstance(target, torch.nn.Parameter):
+        raise ValueError(f"{name} has the shape {tuple(target.shape)}, {tuple(value.shape)} was saved")
     path, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(path), leaf, value.to(own.device))
+    setattr(model.get_submodule(path), leaf, value.to(target.device))
 
 
 def _make_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -18,8 +18,8 @@ from snugfit.training.checkpoint.manifest import BrokenCheckpoint
 from snugfit.units import show_bytes
 
 # safetensors, which is written in Rust, has the system's error number in its message.
-_IN_WORDS = re.compile(r"\(os error ([0-9]+)\)\W*$")
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OS_ERROR = re.compile(r"\(os error ([0-9]+)\)\W*$")
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class SaveFailed(SnugfitError):
@@ -28,7 +28,7 @@ class SaveFailed(SnugfitError):
     """
 
 
-def why(fault: BaseException, draft: Path) -> str | None:
+def failure_cause(fault: BaseException, draft: Path) -> str | None:
     """Return a text with the file and the cause of a system error during a save; None for any other error.
 
     It must be called before the draft is removed.
@@ -47,23 +47,23 @@ def save_failed(final: Path, fault: BaseException, reason: str, needed_bytes: in
     """Return the error for a failed save. Call it after the incomplete files were removed, so that the free
     bytes in the message are right.
     """
-    room = []
-    if (refusal := _refusal(fault)) and refusal.errno in _NO_ROOM:
-        room += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
+    space_text = []
+    if (refusal := _refusal(fault)) and refusal.errno in _DISK_FULL:
+        space_text += [f"{show_bytes(needed_bytes)} are needed"] if needed_bytes is not None else []
         with suppress(OSError):
             free = shutil.disk_usage(final.parent).free
-            room.append(f"{show_bytes(free)} are free")
+            space_text.append(f"{show_bytes(free)} are free")
             # EFBIG is the limit for one file, which is independent of the free disk space.
             if needed_bytes is not None and free > needed_bytes and refusal.errno != errno.EFBIG:
-                room = ["there is room for its bytes: see the quota, and the number of files (df -i)"]
-    figures = f" ({', '.join(room)})" if room else ""
+                space_text = ["there is room for its bytes: see the quota, and the number of files (df -i)"]
+    figures = f" ({', '.join(space_text)})" if space_text else ""
     return SaveFailed(f"{final} could not be saved: {reason}{figures}. Earlier checkpoints are unchanged.")
 
 
 def _refusal(fault: BaseException) -> OSError | None:
     if isinstance(fault, OSError):
         return fault
-    if isinstance(fault, Exception) and (number := _IN_WORDS.search(str(fault))):
+    if isinstance(fault, Exception) and (number := _OS_ERROR.search(str(fault))):
         return OSError(int(number[1]), os.strerror(int(number[1])))
     return None
 

@@ -74,14 +74,14 @@ class Staging:
 
         if not self._locks or tensor.device.type != "cuda" or not tensor.numel():
             return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        room = self._room(tensor.nbytes)
-        if room is None:
+        buffer = self._free_buffer(tensor.nbytes)
+        if buffer is None:
             return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        copied = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        copied = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
         copied.copy_(tensor.detach(), non_blocking=True)
         return copied
 
-    def _room(self, size: int) -> memoryview | None:
+    def _free_buffer(self, size: int) -> memoryview | None:
         """Return `size` bytes of unused page-locked memory; None if the host cannot allocate more."""
         while True:
             if self._chunk == len(self._chunks) and not self._take(size):
@@ -106,5 +106,5 @@ class Staging:
     def _take_all(self, sizes: list[int]) -> None:
         self._chunk, self._offset = 0, 0
         for size in sizes:
-            if self._room(size) is None:
+            if self._free_buffer(size) is None:
                 return

@@ -45,7 +45,7 @@ STATE, TENSORS = "state.json", "state.safetensors"
 RANDOM_OF_OTHERS = "random_of_others"
 """Key of the random generators' states of all ranks after the first."""
 
-_KEPT = ("optimizer", "scheduler", "scaler", "random", "progress", "frozen")
+_STATE_KEYS = ("optimizer", "scheduler", "scaler", "random", "progress", "frozen")
 """Keys that the saved state of every checkpoint has."""
 
 
@@ -94,7 +94,7 @@ class RunProgress:
                 "rate."
             )
 
-    def judge(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
+    def record_metric(self, value: float, *, higher_is_better: bool, threshold: float) -> bool:
         """Store an evaluation's metric; return True if it is the best so far by more than `threshold`."""
         before = self.best_metric
         # The first value counts as an improvement, unless it is NaN.
@@ -249,8 +249,8 @@ def tensor_bytes(state: TrainState) -> list[int]:
         return sizes
     tensors = map(_local, weights_of(state.model, state.optimizer).tensors())
     elsewhere = {weight.data_ptr() for weight in updated_elsewhere(state.optimizer)}
-    held = {value.data_ptr(): value for value in tensors}
-    weights = [value.nbytes for address, value in held.items() if address not in elsewhere]
+    by_pointer = {value.data_ptr(): value for value in tensors}
+    weights = [value.nbytes for address, value in by_pointer.items() if address not in elsewhere]
     optimized = parameters_of(state_parts().local_optimizer(state.optimizer))
     parts = held_parts(state.optimizer)
     trained = [_local(weight).nbytes * (2 if weight in parts else 1) for weight in optimized]
@@ -259,8 +259,8 @@ def tensor_bytes(state: TrainState) -> list[int]:
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return this process's local shard of a tensor, or an ordinary tensor itself."""
-    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return held
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def release_unused_memory(device: torch.device) -> None:
@@ -333,7 +333,7 @@ def restore(state: TrainState, folder: Path) -> int:
         names = _optimized_names(state)
         optimized = saved["optimized"]
         random = [saved["random"], *saved.get(RANDOM_OF_OTHERS, ())]
-        saved = {name: saved[name] for name in _KEPT}
+        saved = {name: saved[name] for name in _STATE_KEYS}
         optimized, saved["optimizer"] = state_parts().own_states(
             state.model, saved["optimizer"], optimized, names
         )

@@ -41,19 +41,19 @@ from snugfit.training.checkpoint.manifest import (
     sync,
     verify,
 )
-from snugfit.training.checkpoint.save_failed import save_failed, why
+from snugfit.training.checkpoint.save_failed import failure_cause, save_failed
 
 _STEP = "(0|[1-9][0-9]*)"
 _NAME = re.compile(f"checkpoint-{_STEP}")
 _HIDDEN = re.compile(rf"\.(draft|gone|replaced)-{_STEP}-[0-9a-f]{{8}}")
 
 
-class AllBroken(SnugfitError):
+class NoIntactCheckpoint(SnugfitError):
     """Error: every checkpoint in the folder is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken:
+class DamagedCheckpoint:
     """A damaged checkpoint that a search for the newest one ignored."""
 
     step: int
@@ -78,7 +78,7 @@ class Store:
 
     def __init__(self, root: Path, *, begin_anew: str = "with --restart") -> None:
         self.root, self._begin_anew = root.absolute(), begin_anew
-        self.broken: list[Broken] = []
+        self.broken: list[DamagedCheckpoint] = []
         """Damaged checkpoints that `newest` skipped."""
 
     def prepare(self) -> None:
@@ -116,7 +116,7 @@ class Store:
                 continue
             step, final = int(mark[2]), self._folder(int(mark[2]))
             # The replaced checkpoint is needed only if the new one is incomplete.
-            if mark[1] != "replaced" or _looks_whole(final, step):
+            if mark[1] != "replaced" or _is_complete(final, step):
                 _remove(path)
                 swept.append(path)
             # An incomplete new checkpoint keeps its name, and `newest` returns the replaced one.
@@ -150,7 +150,7 @@ class Store:
             self._show(draft, step)
         # torch's CheckpointException is a BaseException. After any error, the unfinished folder is removed.
         except BaseException as fault:
-            reason = why(fault, draft)
+            reason = failure_cause(fault, draft)
             _remove(draft)
             if reason is None:
                 raise
@@ -190,28 +190,28 @@ class Store:
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None if there is none at all.
 
-        Damaged newer checkpoints are renamed and listed in `broken`. Raises `AllBroken` and then changes
-        nothing, so that the next start is refused as well. Raises `NewerCheckpoint`, and `SnugfitError` for a
-        folder that cannot be read.
+        Damaged newer checkpoints are renamed and listed in `broken`. Raises `NoIntactCheckpoint` and then
+        changes nothing, so that the next start is refused as well. Raises `NewerCheckpoint`, and
+        `SnugfitError` for a folder that cannot be read.
         """
-        ignored: list[Broken] = []
+        ignored: list[DamagedCheckpoint] = []
         for step, folder in self._checkpoints():
             try:
                 checkpoint = verify(folder, step)
             except BrokenCheckpoint as fault:
-                ignored.append(Broken(step=step, folder=folder, fault=str(fault), moved_to=folder))
+                ignored.append(DamagedCheckpoint(step=step, folder=folder, fault=str(fault), moved_to=folder))
                 continue
             self.broken += [self._set_aside(broken) for broken in ignored]
             return checkpoint
         if not ignored:
             return None
         self.broken += ignored
-        raise AllBroken(
+        raise NoIntactCheckpoint(
             f"{self.root} has checkpoints, but none of them is complete. {'; '.join(map(str, ignored))}. "
             f"Put a complete one there, or start again {self._begin_anew}, which renames these."
         )
 
-    def _set_aside(self, broken: Broken) -> Broken:
+    def _set_aside(self, broken: DamagedCheckpoint) -> DamagedCheckpoint:
         try:
             return replace(broken, moved_to=self._rename_aside(broken.step, broken.folder, "broken"))
         except OSError:  # the folder may be read-only
@@ -235,9 +235,9 @@ class Store:
         newer = [(later, folder) for later, folder in self._checkpoints() if later > step]
         return self._rename_all_aside(newer, "superseded")
 
-    def _rename_all_aside(self, checkpoints: list[tuple[int, Path]], why: str) -> list[Path]:
+    def _rename_all_aside(self, checkpoints: list[tuple[int, Path]], reason: str) -> list[Path]:
         try:
-            return [self._rename_aside(step, folder, why) for step, folder in checkpoints]
+            return [self._rename_aside(step, folder, reason) for step, folder in checkpoints]
         except OSError as refusal:
             raise SnugfitError(
                 f"{self.root}: the checkpoints there cannot be renamed ({refusal.strerror}), but a run "
@@ -254,7 +254,7 @@ class Store:
         whole = [
             (step, folder)
             for step, folder in self._checkpoints()
-            if _NAME.fullmatch(folder.name) and _looks_whole(folder, step)
+            if _NAME.fullmatch(folder.name) and _is_complete(folder, step)
         ]
         surplus = len(whole) - limit if limit is not None and limit > 0 else 0
         # `newest` is 1 or 0, so that `whole[1:]` excludes the newest checkpoint from removal.
@@ -297,13 +297,13 @@ class Store:
                 by_age.append((int(mark[2]), False, path))
         return [(step, path) for step, _, path in sorted(by_age, reverse=True)]
 
-    def _rename_aside(self, step: int, folder: Path, why: str) -> Path:
+    def _rename_aside(self, step: int, folder: Path, reason: str) -> Path:
         """Rename a checkpoint so that searches ignore it; return its new path."""
-        path = self.root / f"checkpoint-{step}.{why}"
+        path = self.root / f"checkpoint-{step}.{reason}"
         for number in itertools.count(2):
             if not os.path.lexists(path):
                 break
-            path = self.root / f"checkpoint-{step}.{why}-{number}"
+            path = self.root / f"checkpoint-{step}.{reason}-{number}"
         folder.rename(path)
         sync(self.root)
         return path
@@ -315,7 +315,7 @@ class Store:
         return self.root / f".{kind}-{step}-{secrets.token_hex(4)}"
 
 
-def _looks_whole(folder: Path, step: int) -> bool:
+def _is_complete(folder: Path, step: int) -> bool:
     try:
         return bool(check_sizes(folder, step))
     except SnugfitError:

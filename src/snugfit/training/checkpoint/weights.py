@@ -184,7 +184,7 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
             residuals=residuals,
             join=getattr(optimizer, "whole_weight", None),
         )
-    adapters.refuse_what_cannot_be_kept(model)
+    adapters.refuse_unsaved_adapters(model)
     files, configs = adapters.files_of(model, named)
     exports = [value for tensors in files.values() for value in tensors.values()]
     groups = [] if optimizer is None else optimizer.param_groups

@@ -142,7 +142,7 @@ class ActiveRun:
         self._warn_of_runner()
         if isinstance(result, StepResult):
             self._count(result.updated)
-            self._spikes.remember(result.loss, self.progress)
+            self._spikes.add_loss(result.loss, self.progress)
             self._checkpoints.check_first_update(lambda: self.state)
         return result
 
@@ -163,7 +163,7 @@ class ActiveRun:
         try:
             self.progress.count(updated, most_skipped=self._run.options.most_skipped_in_a_row)
         except SnugfitError as fault:
-            raise self._run.ranks.alike(fault) from None
+            raise self._run.ranks.common_error(fault) from None
 
     def _stop_or_skip(self, fault: StepRejected) -> None:
         """Write the samples of a rejected step to a file. Raises `SnugfitError` unless the step may be
@@ -183,7 +183,7 @@ class ActiveRun:
             f"Step {step + 1}: {fault} The samples of its batch are in {file}. Inspect them, use a smaller "
             f"learning rate or another precision, or skip such steps: {fault.option}='skip'."
         )
-        raise self._run.ranks.alike(SnugfitError(text))
+        raise self._run.ranks.common_error(SnugfitError(text))
 
     def rewind_rng(self) -> None:
         """Restore the states of the random generators from before the last step."""

@@ -54,12 +54,12 @@ def data_of(
         return _with_collate(source, job, tokenizer, options)
     if collate is None:
         rows = read_rows(source, columns=columns)
-        how: dict[str, Any] = {"pack": pack, "label_names": names}
-        answers = (read(rows, job, processor, tokenizer, **how) for read in hooks("read_samples"))
-        samples: IndexedSamples | None = next((one for one in answers if one is not None), None)
+        read_options: dict[str, Any] = {"pack": pack, "label_names": names}
+        answers = (read(rows, job, processor, tokenizer, **read_options) for read in hooks("read_samples"))
+        samples: IndexedSamples | None = next((answer for answer in answers if answer is not None), None)
         if samples is None:
             tokenizer = as_tokenizer(tokenizer)
-            samples = samples_of(rows, job, tokenizer, seed=options.order_seed, **how)
+            samples = samples_of(rows, job, tokenizer, seed=options.order_seed, **read_options)
         return _with_collate(samples, job, tokenizer, options)
     if options.train_sampling_strategy == "group_by_length":
         raise UsageError(

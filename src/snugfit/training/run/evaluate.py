@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class EvaluationResult:
     """Loss and accuracy of a model on the evaluation data."""
 
     loss: float
@@ -56,7 +56,7 @@ def evaluate(
     within: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = lambda batch: (
         contextlib.nullcontext()
     ),
-) -> Evaluated:
+) -> EvaluationResult:
     """Return the model's loss and accuracy over host batches, each with True if it counts.
 
     Several processes sum over the batches of all. `raise_if_stopping` is called before each batch and may
@@ -88,10 +88,10 @@ def evaluate(
                 answers += int(valid.sum())
     finally:
         model.train(before)
-    lost, all_items, all_right, all_answers = ranks.sum_parts([lost, items, right, answers])
-    return Evaluated(
+    lost, all_items, correct_sum, all_answers = ranks.sum_parts([lost, items, right, answers])
+    return EvaluationResult(
         loss=lost / all_items if all_items else math.nan,
-        accuracy=all_right / all_answers if all_answers else None,
+        accuracy=correct_sum / all_answers if all_answers else None,
     )
 
 

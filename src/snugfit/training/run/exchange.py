@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from snugfit.job.batch import tokens_of
-from snugfit.training.interrupt import Stops
+from snugfit.training.interrupt import StopSignals
 from snugfit.training.ranks import Ranks
 
 
@@ -25,7 +25,7 @@ from snugfit.training.ranks import Ranks
 class StepExchange:
     """The exchanges between processes in each step of one run."""
 
-    def __init__(self, ranks: Ranks, stops: Stops) -> None:
+    def __init__(self, ranks: Ranks, stops: StopSignals) -> None:
         self.ranks, self._stops = ranks, stops
         self.tokens = 0
         """Number of tokens of the last step in all processes, without padding."""
@@ -64,5 +64,5 @@ class StepExchange:
         own = [counts and counts * part / self.ranks.data_ranks, counts * self._own_tokens]
         total, tokens, *flags = self.ranks.sum([*own, *self._stops.flags])
         self.tokens = round(tokens)
-        self._stops.hear(flags)
+        self._stops.set_signals(flags)
         return total if self._items else math.nan

@@ -69,8 +69,8 @@ class StepRejected(SnugfitError):
     option = ""
     """Name of the run's option that chooses between stopping and skipping the step."""
 
-    def __init__(self, what: str, loss: float, norm: float | None) -> None:
-        super().__init__(f"{what}. No weight was changed.")
+    def __init__(self, cause: str, loss: float, norm: float | None) -> None:
+        super().__init__(f"{cause}. No weight was changed.")
         self.loss, self.norm = loss, norm
 
     def write(self, folder: Path, step: int, micro_batches: Sequence[Sequence[int]]) -> Path:
@@ -333,17 +333,17 @@ class TrainingStep(PlainStep):
         if self._unchecked:
             self._unchecked = False
             sound = all_finite(weight for weight in state.parameters if weight.requires_grad)
-            if not self._is_so_in_all_stages(sound):
+            if not self._holds_in_all_stages(sound):
                 raise WeightsNonFinite
 
-    def _is_so_in_all_stages(self, is_so: bool) -> bool:
-        """Return True if the condition `is_so` holds in all processes of a pipeline.
+    def _holds_in_all_stages(self, condition: bool) -> bool:
+        """Return True if `condition` holds in all processes of a pipeline.
 
         Without a pipeline every process has the same result.
         """
         if self.passes is None or self._exchange is None:
-            return is_so
-        return not self._exchange.ranks.sum([float(not is_so)])[0]
+            return condition
+        return not self._exchange.ranks.sum([float(not condition)])[0]
 
     def _norm_of(self, trained: list[torch.nn.Parameter], state: TrainState) -> torch.Tensor | None:
         if not self.job.clip:
@@ -366,7 +366,7 @@ class TrainingStep(PlainStep):
         self.norm = length if self.job.clip else None
         gradients = (weight.grad for weight in trained if weight.grad is not None)
         sound = all_finite(gradients) if length is None else math.isfinite(length)
-        sound = self._is_so_in_all_stages(sound)
+        sound = self._holds_in_all_stages(sound)
         if not sound:
             state.optimizer.zero_grad(set_to_none=True)
             raise NonFinite(loss, self.norm)

@@ -244,9 +244,9 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     another_mesh = _on_another_mesh(before, run)
     # In a description without a number of GPUs, the number is 1.
     as_asked = {"gpus": 1, **before}
-    before, asked = _on_these_gpus(as_asked, run)
+    before, errors_of_mesh = _on_these_gpus(as_asked, run)
     if before.get("asked") != now.get("asked"):  # another recipe: report it as the user wrote it
-        before, asked = as_asked, []
+        before, errors_of_mesh = as_asked, []
     wrong = differences(before, now, ("asked", "weights", "samples")) + another_mesh
     job = before.get("job", {})
     if _folder_change(job.get("model", {}), now["job"]["model"]):
@@ -260,7 +260,7 @@ def compare_runs(before: Mapping[str, Any], run: Run, step: int = -1) -> tuple[l
     if before.get("data") != now["data"] and before.get("samples") == now["samples"]:
         wrong.append("data has the same number of samples, but other samples")
     changed = differences(before.get("versions", {}), now["versions"])
-    return wrong, changed + asked + differences(before, now, ("device", "gpus"))
+    return wrong, changed + errors_of_mesh + differences(before, now, ("device", "gpus"))
 
 
 def _on_these_gpus(before: Mapping[str, Any], run: Run) -> tuple[Mapping[str, Any], list[str]]:

@@ -20,7 +20,7 @@ from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
 from snugfit.training.checkpoint.state import RunProgress, release_unused_memory
-from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, Stops
+from snugfit.training.interrupt import EXIT_CODES, EvaluationStopped, StopSignals
 from snugfit.training.journal import Journal
 from snugfit.training.predicted import PredictRun
 from snugfit.training.ranks import ToldElsewhere, is_broken_exchange
@@ -35,19 +35,19 @@ from snugfit.training.recovery import (
     short_of_memory,
 )
 from snugfit.training.run.active_run import ActiveRun
-from snugfit.training.run.evaluate import Evaluated, evaluate, in_order
+from snugfit.training.run.evaluate import EvaluationResult, evaluate, in_order
 from snugfit.training.run.exchange import StepExchange
 from snugfit.training.run.loader import Prefetcher, report_worker_death
 from snugfit.training.run.loop import StepResult, WeightsNonFinite
 from snugfit.training.run.opening import not_built, open_run
 from snugfit.training.run.run import Run
 from snugfit.training.run.spikes import Spikes
-from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastNotKept, Trained
+from snugfit.training.run.trained import EARLY, FINISHED, STOPPED, LastCheckpointNotSaved, Trained
 from snugfit.training.step_logger import StepLogger
 
 MicroBatches = list[dict[str, Any]]
 
-TO_TRAIN_ANEW = "--restart starts from the beginning and renames the old checkpoints."
+RESTART_ADVICE = "--restart starts from the beginning and renames the old checkpoints."
 
 
 class Session:
@@ -58,7 +58,7 @@ class Session:
         run: Run,
         checkpoints: CheckpointManager,
         journal: Journal,
-        stops: Stops,
+        stops: StopSignals,
         reports: Sequence[Any],
         *,
         replan: Replan,
@@ -104,7 +104,7 @@ class Session:
             self._compare_cut()
         # A finished run that is resumed only returns its result, unless its last evaluation is missing.
         if checkpoint is not None and not self._progress.unevaluated and (outcome := self._outcome()):
-            text = f"This run is {outcome}, so nothing is trained. Its result is returned. {TO_TRAIN_ANEW}"
+            text = f"This run is {outcome}, so nothing is trained. Its result is returned. {RESTART_ADVICE}"
             self._journal.tell("note", text=text)
         try:
             with report_worker_death():
@@ -139,7 +139,7 @@ class Session:
             if mixes:
                 self._close()
         resumed = checkpoint.step if checkpoint else 0
-        self._recovery.tell(
+        self._recovery.record_change(
             ran_out.exhausted, before, chosen, ran_out.step, rank=ran_out.rank, resumed_from=resumed
         )
 
@@ -323,10 +323,10 @@ class Session:
                 better = self._run.evaluation is not None and self._evaluate()
             except EvaluationStopped:
                 self._progress.unevaluated = True
-        asked = self._stops.wants_checkpoint()
+        wants_save = self._stops.wants_checkpoint()
         due = self._is_due(options.save_strategy, options.save_steps)
         # The best weights must be saved now, because later steps change them.
-        if asked or due or (better and options.load_best_model_at_end):
+        if wants_save or due or (better and options.load_best_model_at_end):
             self._active.save()
         outcome = self._outcome()
         # A run must not return weights with NaN as its result.
@@ -378,7 +378,7 @@ class Session:
             after_evaluation(self._active.setup, self._active.state.model)
         progress.evaluated = asdict(evaluated)
         self._journal.tell("evaluated", step=progress.step, loss=evaluated.loss, accuracy=evaluated.accuracy)
-        return progress.judge(
+        return progress.record_metric(
             evaluated.metric(options.metric_for_best_model),
             higher_is_better=options.metric_for_best_model == "accuracy",
             threshold=options.early_stopping_threshold,
@@ -406,12 +406,12 @@ class Session:
         if chosen is None:
             self._logger.ignore_retries()
             return
-        checkpoint = self._checkpoint_to_go_on_from(exhausted.phase)
+        checkpoint = self._resumable_checkpoint(exhausted.phase)
         if exhausted.phase == STEP_BOUNDARY and (checkpoint is None or checkpoint.step != step):
             self._logger.ignore_retries()  # the save failed with a warning; going back costs more
             return
         self._close()
-        self._recovery.tell(exhausted, before, chosen, step + 1)
+        self._recovery.record_change(exhausted, before, chosen, step + 1)
         self._open_smaller(chosen, checkpoint, exhausted, step + 1)
 
     def _open_smaller(
@@ -427,7 +427,7 @@ class Session:
             text = f"Memory ran out in step {step} ({exhausted.cause}). '{recipe}' could not be started:"
             raise OutOfMemory(f"{text} {fault} {WHAT_TO_TRY}") from fault
 
-    def _checkpoint_to_go_on_from(self, phase: str) -> Checkpoint | None:
+    def _resumable_checkpoint(self, phase: str) -> Checkpoint | None:
         """Return a checkpoint of the current step to continue from, if no weight has changed since then.
 
         If the update itself failed, return the last one, or None for the beginning.
@@ -468,12 +468,12 @@ class Session:
             step=progress.step,
             recipe=self._recipe,
             loss=self._last.loss if self._last else progress.losses[-1] if progress.losses else math.nan,
-            evaluated=Evaluated(**progress.evaluated) if progress.evaluated else None,
+            evaluated=EvaluationResult(**progress.evaluated) if progress.evaluated else None,
             folder=root,
             model=model,
         )
         if outcome != STOPPED and (failure := self._checkpoints.failure) is not None:
-            raise LastNotKept(failure, trained)
+            raise LastCheckpointNotSaved(failure, trained)
         return trained
 
 

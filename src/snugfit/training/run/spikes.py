@@ -48,7 +48,7 @@ class Spikes:
         """Return the error that rejects a step with this loss before its update, or None."""
         return None if self._policy == "warn" else self._spike(loss, progress)
 
-    def remember(self, loss: float, progress: RunProgress) -> None:
+    def add_loss(self, loss: float, progress: RunProgress) -> None:
         """Store the loss of a finished step, and warn if it is a spike."""
         if (
             self._policy == "warn"
@@ -57,8 +57,8 @@ class Spikes:
         ):
             self._warnings += 1
             last = " Further steps like this are not reported." if self._warnings == MOST_WARNINGS else ""
-            what = str(spike).partition(";")[0]
-            self._journal.tell("warning", text=f"Step {progress.step}: {what}.{last}")
+            description = str(spike).partition(";")[0]
+            self._journal.tell("warning", text=f"Step {progress.step}: {description}.{last}")
         progress.losses = [*progress.losses, loss][-WINDOW:]
 
     def _spike(self, loss: float, progress: RunProgress) -> LossSpike | None:

@@ -34,7 +34,7 @@ from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.manager import CheckpointManager, named_step, open_shared_store
 from snugfit.training.checkpoint.manifest import Checkpoint
 from snugfit.training.checkpoint.weights import no_progress_bars
-from snugfit.training.interrupt import Interrupts, Stops
+from snugfit.training.interrupt import Interrupts, StopSignals
 from snugfit.training.journal import Event, Journal
 from snugfit.training.predicted import PredictRun, predict_nothing
 from snugfit.training.recovery import Compare, Replan
@@ -95,9 +95,9 @@ def train(
         with Interrupts(
             store.root if ranks.is_first else None, stop_seconds=run.options.stop_seconds
         ) as interrupts:
-            asked: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
-            stops = Stops(interrupts, ranks)
-            session = Session(run, checkpoints, journal, stops, reports, **asked)
+            arguments: dict[str, Any] = {"replan": replan, "compare": compare, "predict": predict}
+            stops = StopSignals(interrupts, ranks)
+            session = Session(run, checkpoints, journal, stops, reports, **arguments)
             try:
                 trained = session.train(
                     checkpoint, ranks.first_answers(lambda: _memory_record(run, checkpoint))
@@ -107,7 +107,7 @@ def train(
                 for report in reports:
                     report.end(None)
         if ranks.is_first and trained.outcome != STOPPED:
-            _forget_memory_record(run)
+            _stop_memory_record(run)
         return trained
 
 
@@ -116,7 +116,7 @@ def _memory_record(run: Run, checkpoint: Checkpoint | None) -> Any:
     return next((code().restarts().record_of(run, checkpoint) for code in hooks("processes")), None)
 
 
-def _forget_memory_record(run: Run) -> None:
+def _stop_memory_record(run: Run) -> None:
     for code in hooks("processes"):
         code().restarts().forget(run.folder)
 
@@ -131,7 +131,7 @@ def _start(
     """
     if restart:
         checkpoints.store.restart()
-        _forget_memory_record(run)
+        _stop_memory_record(run)
     checkpoint = checkpoints.newest() if named is None else checkpoints.checkpoint_at(named, in_store=True)
     for note in (*run.data.notes, *(run.recipe.lines_on_cpu() if run.device.type == "cpu" else ())):
         journal.tell("note", text=note)
@@ -143,5 +143,5 @@ def _start(
         if note := lengthens(run, checkpoint.about, checkpoint.step):
             journal.tell("warning", text=note)
         if named is not None:
-            checkpoints.go_back_to(checkpoint)
+            checkpoints.discard_later(checkpoint)
     return checkpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.run.evaluate import Evaluated
+from snugfit.training.run.evaluate import EvaluationResult
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Trained:
     loss: float
     """Loss of the last step; NaN if the run had no step."""
 
-    evaluated: Evaluated | None
+    evaluated: EvaluationResult | None
     """Metrics of the last evaluation; None without one."""
 
     folder: Path
@@ -46,10 +46,10 @@ class Trained:
     """Model after the last step, or after the step with the best evaluation if requested."""
 
 
-class LastNotKept(SnugfitError):
+class LastCheckpointNotSaved(SnugfitError):
     """Error: a run has ended, and its last checkpoint could not be saved."""
 
-    def __init__(self, why: str, trained: Trained) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, trained: Trained) -> None:
+        super().__init__(reason)
         self.trained = trained
         """Results of the run, whose last checkpoint could not be saved."""

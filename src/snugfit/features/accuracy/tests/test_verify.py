@@ -58,7 +58,7 @@ def test_kendall_s_tau(seconds: list[tuple[float, float]], tau: float | None) ->
 def test_only_pairs_that_differ_clearly_can_be_asked_for() -> None:
     close = [(1.0, 1.02), (2.0, 1.0), (3.0, 2.0)]
     assert agreement_of_pairs(close) == RankAgreement(concordant=2, discordant=1)
-    assert agreement_of_pairs(close, apart=0.05) == RankAgreement(concordant=2)
+    assert agreement_of_pairs(close, min_difference=0.05) == RankAgreement(concordant=2)
 
 
 def test_orders_are_told_within_jobs_only() -> None:

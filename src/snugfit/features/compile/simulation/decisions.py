@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from snugfit.rehearsal.trace.grow import Entry, grow
 
-CHOSEN_AMONG = 2
+ORDER_CHOICES = 2
 """Number of possible kernel orders from which Inductor has to choose one."""
 
 
@@ -83,8 +83,8 @@ def noted_decisions() -> Iterator[Decisions]:
         stack.enter_context(patch.object(memory, "reorder_for_peak_memory", note_orders))
         if hasattr(wrapper.AllocateLine, "should_reuse_buffer"):  # torch 2.11 and later
             decide = wrapper.AllocateLine.should_reuse_buffer
-            asked = _noting(decide, decisions)
-            stack.enter_context(patch.object(wrapper.AllocateLine, "should_reuse_buffer", asked))
+            recorded = _noting(decide, decisions)
+            stack.enter_context(patch.object(wrapper.AllocateLine, "should_reuse_buffer", recorded))
         yield decisions
 
 
@@ -105,7 +105,7 @@ def _same_order(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     if len(few) != len(more):
         return False
     # If there is only one order, the number of layers cannot change the choice.
-    if len(more) < CHOSEN_AMONG:
+    if len(more) < ORDER_CHOICES:
         return True
     chosen = _lowest([max(order, default=0) for order in more])
     if chosen != _lowest([max(order, default=0) for order in few]):
@@ -138,14 +138,18 @@ def _deep_peak(shallow: Sequence[int], deeper: Sequence[int], periods: int) -> i
     # A size with one entry per layer (such as the seeds of all dropouts) depends on the number of layers.
     vary = {*few} ^ {*more}
     before, after = (
-        [Entry("begins", tuple(timeline[:1])), *(_change(one, vary) for one in changes)]
+        [Entry("begins", tuple(timeline[:1])), *(_change(change, vary) for change in changes)]
         for timeline, changes in ((shallow, few), (deeper, more))
     )
     grown = grow(before, after, periods)
     if grown is None:
         return None
     changed = [*deeper[:1], *more]
-    return max(itertools.accumulate(one.numbers[0] if one.numbers else changed[one.like] for one in grown))
+    return max(
+        itertools.accumulate(
+            change.numbers[0] if change.numbers else changed[change.like] for change in grown
+        )
+    )
 
 
 def _changes(timeline: Sequence[int]) -> list[int]:
@@ -161,14 +165,14 @@ def _same_reuses(shallow: Decisions, deeper: Decisions, periods: int) -> bool:
     if not deeper.reuses:
         return not shallow.reuses
     peak = _deep_peak(shallow.timeline, deeper.timeline, periods)
-    few, more = ([*map(_reuse_entry, one.reuses)] for one in (shallow, deeper))
+    few, more = ([*map(_reuse_entry, decisions.reuses)] for decisions in (shallow, deeper))
     grown = grow(few, more, periods)
     if peak is None or grown is None:
         return False
-    for one in grown:
-        reuse = deeper.reuses[one.like]
+    for entry in grown:
+        reuse = deeper.reuses[entry.like]
         # Inductor reuses a buffer only if that leaves the estimated peak unchanged.
-        if one.numbers and reuse.taken != (one.numbers[0] + reuse.nbytes <= peak):
+        if entry.numbers and reuse.taken != (entry.numbers[0] + reuse.nbytes <= peak):
             return False
     return True
 

@@ -173,13 +173,13 @@ class GraphTrees:
         """
         managed = {storage._cdata: output for output, storage in self._live()}
         places: list[Any] = []
-        for number, one in enumerate(arguments):
-            storage = one.untyped_storage() if _is_tensor(one) else None
-            lies_at: Any = managed.get(storage._cdata) if storage is not None else None
+        for number, argument in enumerate(arguments):
+            storage = argument.untyped_storage() if _is_tensor(argument) else None
+            output_place: Any = managed.get(storage._cdata) if storage is not None else None
             # A weight's address is constant; any other static input is assumed to be so too.
-            if lies_at is None and storage is not None and number in function.static:
-                lies_at = self._recorder.memory.built_block(storage)
-            places.append(lies_at)
+            if output_place is None and storage is not None and number in function.static:
+                output_place = self._recorder.memory.built_block(storage)
+            places.append(output_place)
         return tuple(places)
 
     def _first_run(self, function: GraphFunction, arguments: list[Any]) -> Any:
@@ -224,9 +224,9 @@ class GraphTrees:
         """Record the outputs of a program's run and how it ran (`_State`), and return the outputs."""
         known = {storage._cdata for _, storage in self._live()}
         node.outputs = []
-        for one in out:
+        for output in out:
             reference = None
-            if _is_tensor(one) and self._recorder.memory.is_of_graphs(storage := one.untyped_storage()):
+            if _is_tensor(output) and self._recorder.memory.is_of_graphs(storage := output.untyped_storage()):
                 # If an output's storage existed before, it is the output of an earlier program.
                 reference = None if storage._cdata in known else weakref.ref(storage)
             node.outputs.append(reference)
@@ -245,13 +245,13 @@ class GraphTrees:
         arguments.clear()
         moves = [
             number
-            for number, (one, lies_at) in enumerate(zip(given, node.inputs, strict=True))
-            if _is_tensor(one) and lies_at is None and number not in node.function.static
+            for number, (argument, output_place) in enumerate(zip(given, node.inputs, strict=True))
+            if _is_tensor(argument) and output_place is None and number not in node.function.static
         ]
         with torch.no_grad():
             copies = [
-                torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
-                for one in (given[number] for number in moves)
+                torch.empty_strided(argument.size(), argument.stride(), dtype=argument.dtype, device="meta")
+                for argument in (given[number] for number in moves)
             ]
             if copies:
                 torch._foreach_copy_(copies, [given[number] for number in moves])
@@ -260,13 +260,15 @@ class GraphTrees:
         return given
 
 
-def _run_on(function: GraphFunction, given: list[Any], originals: dict[int, Any]) -> Any:
+def _run_on(function: GraphFunction, inputs: list[Any], originals: dict[int, Any]) -> Any:
     """Run a program on copied inputs, and return its outputs; an output that is an input is the original."""
     if not originals:
-        return function.run(given)
-    numbers = {id(given[number]): number for number in originals}
-    same = [given[number] for number in originals]  # holding the objects keeps their ids unique
-    out = [originals[numbers[id(one)]] if id(one) in numbers else one for one in function.run(given)]
+        return function.run(inputs)
+    numbers = {id(inputs[number]): number for number in originals}
+    same = [inputs[number] for number in originals]  # holding the objects keeps their ids unique
+    out = [
+        originals[numbers[id(output)]] if id(output) in numbers else output for output in function.run(inputs)
+    ]
     del same
     return out
 

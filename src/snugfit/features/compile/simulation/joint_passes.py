@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from snugfit.rehearsal.device.policy import Policy
 
-BALANCE = 54.4
+MIN_MULTIPLICATIONS = 54.4
 """Multiplications per element of operands and result, above which Inductor is assumed to pad a 16-bit matrix
 product.
 
@@ -108,7 +108,7 @@ def _decisions_of(
         patch.object(fuse_attention, "_sfdp_params_check", may_replace_on_cuda),
         # One check searches the text of a tensor's device for "cuda", so that text is replaced.
         patch.object(fuse_attention, "str", lambda device: "cuda", create=True),
-        patch.object(pad_mm, "check_device", lambda one, other: True),
+        patch.object(pad_mm, "check_device", lambda left, other: True),
         patch.object(pad_mm, "has_triton", lambda: True),
         patch.object(pad_mm, "_should_pad", should_pad),
     ):
@@ -125,9 +125,9 @@ def pays_to_pad(match: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
 
     (rows, inner), columns = first.shape[-2:], second.shape[-1]
     moved = rows * inner + inner * columns + rows * columns
-    if first.itemsize != HALF or rows * inner * columns <= BALANCE * moved:
+    if first.itemsize != HALF or rows * inner * columns <= MIN_MULTIPLICATIONS * moved:
         return False
     align = pad_mm.get_alignment_size(first)
-    lengths = [max(one.stride()[-2:]) for one in (first, second)]
+    lengths = [max(operand.stride()[-2:]) for operand in (first, second)]
     written_padded = all(pad_mm.should_exclude_padding_time(match, name) for name in ("mat1", "mat2"))
     return any(length % align for length in (*lengths, columns)) and (written_padded or not inner % align)

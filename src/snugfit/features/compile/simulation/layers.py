@@ -59,7 +59,7 @@ NOT_SIMULATED = (
     "{nearest}. `snugfit measure` shows the real ones."
 )
 
-_ASKED_IN_PYTHON = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
+_REPLACED_FUNCTIONS = ("tensor", "is_autocast_enabled", "get_autocast_gpu_dtype")
 """Functions of torch that a simulation replaces, and whose originals Dynamo must trace."""
 
 _HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
@@ -106,7 +106,7 @@ class Compiler:
         self._padded: set[str] = set()  # products that were benchmarked with and without padding
         # Dynamo must trace torch's own functions, so the simulation's replacements are undone meanwhile.
         self._own = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__format__")}
-        self._functions = {name: getattr(torch, name) for name in _ASKED_IN_PYTHON}
+        self._functions = {name: getattr(torch, name) for name in _REPLACED_FUNCTIONS}
 
     def compiled_function(self, forward: Callable[..., Any], wish: CompileWish) -> Callable[..., Any]:
         """Return this layer's compiled forward pass, or the original one for a backend that is not
@@ -115,11 +115,11 @@ class Compiler:
         from torch._dynamo.utils import counters
 
         if wish.backend != "inductor":
-            self._doubt(f"backend={wish.backend}", "'uncompiled'")
+            self._warn(f"backend={wish.backend}", "'uncompiled'")
             return forward
         mode = "reduce-overhead" if wish.records_graphs else "default"
         if mode != wish.mode:
-            self._doubt(f"mode={wish.mode}", f"mode={mode}")
+            self._warn(f"mode={wish.mode}", f"mode={mode}")
         backend = _backend_of(wish.records_graphs, wish.budget, wish.autocast)
         compiled = torch._dynamo.optimize(backend)(forward)
         name = getattr(forward, "__qualname__", "a layer")
@@ -140,8 +140,8 @@ class Compiler:
 
         return run
 
-    def _doubt(self, setting: str, nearest: str) -> None:
-        self._recorder.doubt(NOT_SIMULATED.format(setting=setting, nearest=nearest))
+    def _warn(self, setting: str, nearest: str) -> None:
+        self._recorder.warn(NOT_SIMULATED.format(setting=setting, nearest=nearest))
 
     def _first_beside(self, start: int) -> Kernel | None:
         """Return the first recorded kernel, from index `start` on, that ran outside of compiled programs.
@@ -169,7 +169,7 @@ class Compiler:
         self._within.append(range(start, len(self._recorder.kernels)))
 
     @contextlib.contextmanager
-    def _program(self, attention: tuple[str, ...] = (), **how: Any) -> Iterator[None]:
+    def _program(self, attention: tuple[str, ...] = (), **options: Any) -> Iterator[None]:
         """Context in which kernels are recorded as those of a compiled program; `attention` names its
         attention kernels.
         """
@@ -178,7 +178,7 @@ class Compiler:
         # Within an operator's dispatch, the program is torch's own Python code, which Dynamo compiles too.
         self._run += bool(torch._C._len_torch_dispatch_stack())
         self._notes.attention.extend(attention)
-        with self._inside(), self._recorder.program(**how):
+        with self._inside(), self._recorder.program(**options):
             yield
 
     @contextlib.contextmanager
@@ -191,10 +191,10 @@ class Compiler:
         from torch.nn.modules import module as hooked
 
         hooks = [getattr(hooked, name) for name in _HOOKS]
-        before = [dict(one) for one in hooks]
+        before = [dict(hook) for hook in hooks]
         # Dynamo would trace the global hooks of the simulation into the program.
-        for one in hooks:
-            one.clear()
+        for hook in hooks:
+            hook.clear()
         try:
             with (
                 patch.object(eval_frame, "_callback_from_stance", self._callback),
@@ -206,8 +206,8 @@ class Compiler:
             ):
                 yield
         finally:
-            for one, was in zip(hooks, before, strict=True):
-                one.update(was)
+            for hook, was in zip(hooks, before, strict=True):
+                hook.update(was)
 
     @contextlib.contextmanager
     def _autocast_of_cuda(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class Compiler:
 
         With `records` (as CUDA graphs), the function is not cached.
         """
-        with self._sizes.ask(inputs) as any_sizes:
+        with self._sizes.switch_to_dynamic(inputs) as any_sizes:
             key = self._policy, budget, graph.code, _surroundings(), any_sizes, _shape_of(inputs)
             # The key contains the graph's code without that of submodules, so only graphs without any are
             # shared.
@@ -283,7 +283,7 @@ class Compiler:
             static = frozenset(options.get("static_input_idxs") or ())
             function = GraphFunction(run, static, bool(options.get("is_backward")), _inputs_given_back(graph))
             # Programs outlive the simulation that created them, so the current simulation is looked up.
-            run = as_boxed(lambda arguments: _NOW[-1].play(function, arguments))
+            run = as_boxed(lambda arguments: _CURRENT_COMPILER[-1].play(function, arguments))
         return run
 
 
@@ -306,12 +306,12 @@ def _runs_program(program: _Program, assumed: Sequence[str], timed: Sequence[Pad
     call, again, attention = program.call, program.again, program.attention
 
     def run(arguments: list[Any]) -> Any:
-        now = _NOW[-1]
+        now = _CURRENT_COMPILER[-1]
         for sentence in assumed:
-            now._recorder.doubt(sentence)
+            now._recorder.warn(sentence)
         # Inductor benchmarks products while it compiles, before the program's first run.
         now.time_products_padded(timed)
-        for ran in _RAN:
+        for ran in _RUN_DECISIONS:
             ran.append(program.decisions)
         with now._program(attention, again=again):
             return call(arguments)
@@ -324,24 +324,24 @@ def _about_breaks(name: str, kernel: Kernel, breaks: Counter[str]) -> str:
     breaks.
     """
     reasons = [str(reason).strip().splitlines()[0] for reason in breaks]
-    where = f" in {kernel.module}" if kernel.module else ""
-    why = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
-    return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=where, why=why)
+    location = f" in {kernel.module}" if kernel.module else ""
+    breaks_text = f" (torch broke the graph: {reasons[-1]})" if reasons else ""
+    return PARTLY_COMPILED.format(name=name, operator=kernel.operator, where=location, why=breaks_text)
 
 
-_TRACED_FOR: list[Policy] = []
+_TRACED_POLICY: list[Policy] = []
 """The simulated device whose decisions are in Dynamo's caches; empty without one.
 
 Tracing a layer again takes as long as simulating it.
 """
 
-MANY = 4096
+MAX_COMPILATIONS = 4096
 """Largest number of compilations that Dynamo allows for one layer's code."""
 
-_RAN: list[list[Decisions]] = []
+_RUN_DECISIONS: list[list[Decisions]] = []
 """Lists that collect Inductor's decisions for the programs that run."""
 
-_NOW: list[Compiler] = []
+_CURRENT_COMPILER: list[Compiler] = []
 """The `Compiler` of the current simulation. Programs outlive the `Compiler` that created them."""
 
 
@@ -353,7 +353,7 @@ def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, S
 
     def compile_graph(graph: Any, inputs: Sequence[Any]) -> Any:
         with compiling.autocast_begins(autocast):
-            return _NOW[-1].compiled_graph(graph, inputs, records, budget)
+            return _CURRENT_COMPILER[-1].compiled_graph(graph, inputs, records, budget)
 
     return compile_graph
 
@@ -362,22 +362,22 @@ def _backend_of(records: bool, budget: float, autocast: str) -> Callable[[Any, S
 def decisions_of_programs() -> Iterator[list[Decisions]]:
     """Yield a list that receives the decisions of each program at each of its runs inside the context."""
     ran: list[Decisions] = []
-    _RAN.append(ran)
+    _RUN_DECISIONS.append(ran)
     try:
         yield ran
     finally:
-        _RAN.pop()
+        _RUN_DECISIONS.pop()
 
 
 def _launch(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], layout: str) -> None:
-    _NOW[-1]._recorder.launch(name, reads, writes, layout)
+    _CURRENT_COMPILER[-1]._recorder.launch(name, reads, writes, layout)
 
 
 def _choose(source: str, changes: Sequence[torch.Tensor]) -> None:
     """At a generated kernel's first launch in a process, simulate the memory of Triton's benchmark of its
     configurations.
     """
-    now = _NOW[-1]
+    now = _CURRENT_COMPILER[-1]
     if source not in now._chosen:
         now._chosen.add(source)
         time_settings(now._policy, changes)
@@ -411,12 +411,12 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
     nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a plan search
     # Nothing else is compiled in such a worker, so Dynamo's traces for the same policy stay valid.
-    if not (nothing_else_compiles and [policy] == _TRACED_FOR):
+    if not (nothing_else_compiles and [policy] == _TRACED_POLICY):
         torch._dynamo.reset()
-        _TRACED_FOR[:] = [policy]
+        _TRACED_POLICY[:] = [policy]
     # torch caches the kernel of each operator in traced graphs, but the simulation overrides kernels.
-    forget_traced_kernels()
-    _NOW.append(compiler)
+    clear_traced_kernels()
+    _CURRENT_COMPILER.append(compiler)
     try:
         with (
             patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}),
@@ -426,16 +426,16 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             # torch would load a cached graph without running Inductor, and so without its decisions.
             functorch.patch(enable_autograd_cache=False),
             # Each size is compiled by itself, so that buffer sizes are numbers (`FirstSizes`).
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MANY),
-            torch._dynamo.config.patch(accumulated_recompile_limit=MANY),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MAX_COMPILATIONS),
+            torch._dynamo.config.patch(accumulated_recompile_limit=MAX_COMPILATIONS),
         ):
             yield
     finally:
-        _NOW.pop()
+        _CURRENT_COMPILER.pop()
         if not nothing_else_compiles:
             torch._dynamo.reset()  # restores the limited number of compilations per layer for the user
-            _TRACED_FOR.clear()
-        forget_traced_kernels()
+            _TRACED_POLICY.clear()
+        clear_traced_kernels()
 
 
 def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -456,8 +456,8 @@ def _where_numbers_are_drawn(get_device: Callable[..., str | None]) -> Callable[
 def _key_of(graph: Any, options: Any) -> tuple[Any, ...]:
     nodes = str([_shape_of(node.meta.get("val")) for node in graph.graph.nodes])  # some sizes are symbols
     visible = tuple(next(iter(reversed(graph.graph.nodes))).meta.get("user_visible_output_idxs", ()))
-    said = tuple(str(options.get(name)) for name in ("is_backward", "is_inference", "static_input_idxs"))
-    return graph.code, nodes, visible, said
+    settings = tuple(str(options.get(name)) for name in ("is_backward", "is_inference", "static_input_idxs"))
+    return graph.code, nodes, visible, settings
 
 
 def _shape_of(value: Any) -> Any:
@@ -475,7 +475,7 @@ def _strides(outputs: Any) -> Iterator[tuple[int, ...] | None]:
 
     for out in outputs or ():
         is_tensor = isinstance(out, IRNode) and out.has_tensor_output()
-        yield tuple(int(one) for one in out.get_layout().stride) if is_tensor else None
+        yield tuple(int(stride) for stride in out.get_layout().stride) if is_tensor else None
 
 
 def _report_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
@@ -503,7 +503,7 @@ class FirstSizes:
         self._sizes: dict[int, Any] = {}  # shape of the first input that is no weight, by Dynamo's frame
 
     @contextlib.contextmanager
-    def ask(self, inputs: Sequence[Any]) -> Iterator[bool]:
+    def switch_to_dynamic(self, inputs: Sequence[Any]) -> Iterator[bool]:
         """Context that yields True if torch would compile Dynamo's current graph with dynamic shapes, given
         these inputs.
 
@@ -514,7 +514,10 @@ class FirstSizes:
         from torch._guards import CompileContext
 
         number = getattr(CompileContext.current_compile_id(), "frame_id", None)
-        sizes = next((one.shape for one in inputs if isinstance(one, torch.Tensor) and not one.is_leaf), None)
+        sizes = next(
+            (tensor.shape for tensor in inputs if isinstance(tensor, torch.Tensor) and not tensor.is_leaf),
+            None,
+        )
         # torch compiles a function with dynamic shapes when it meets a second size.
         any_sizes = number is not None and self._sizes.setdefault(number, sizes) != sizes
         # With dynamic shapes, AOTAutograd expects contiguous gradients and copies all others.
@@ -523,7 +526,7 @@ class FirstSizes:
             yield any_sizes
 
 
-def forget_traced_kernels() -> None:
+def clear_traced_kernels() -> None:
     """Clear torch's caches of operators' kernels for traced graphs."""
     import torch
 
@@ -544,12 +547,12 @@ def composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]
     key = torch._C.DispatchKey
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
-    def resolve(operator: Any, asked: Any) -> Any:
-        composed = asked == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
-        if composed and not operator.has_kernel_for_dispatch_key(asked):
+    def resolve(operator: Any, mode: Any) -> Any:
+        composed = mode == key.AutogradMeta and isinstance(operator, torch._ops.OpOverload)
+        if composed and not operator.has_kernel_for_dispatch_key(mode):
             name = operator.name()
             if has_kernel(name, key.CompositeImplicitAutograd) and not has_kernel(name, key.CPU):
                 return key.CompositeImplicitAutograd
-        return resolve_key(operator, asked)
+        return resolve_key(operator, mode)
 
     return resolve

@@ -93,14 +93,14 @@ def _describe_again(graph: Any, inputs: Sequence[Any]) -> None:
     mode = relabel(graph, torch.device("meta"))
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     with mode:
-        for node, one in zip(nodes, inputs, strict=True):
+        for node, input_ in zip(nodes, inputs, strict=True):
             value = node.meta.get("val")
-            if not isinstance(one, torch.Tensor) or not isinstance(value, torch.Tensor):
+            if not isinstance(input_, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
             # The compiled forward program may return other strides than the trace assumed.
-            if value.stride() != one.stride():
+            if value.stride() != input_.stride():
                 node.meta["val"] = torch.empty_strided(
-                    value.shape, one.stride(), dtype=value.dtype, device="meta"
+                    value.shape, input_.stride(), dtype=value.dtype, device="meta"
                 ).requires_grad_(value.requires_grad)
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*(node.meta["val"] for node in nodes))
 
@@ -118,7 +118,9 @@ def computed_again(graph: Any) -> Counter[int]:
         if not of_forward or not isinstance(node.target, torch._ops.OpOverload):
             continue
         if group_of(node.target._schema.name) == CONTRACTIONS:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+            args, kwargs = torch.fx.node.map_arg(
+                (node.args, node.kwargs), lambda node_argument: node_argument.meta["val"]
+            )
             counts[flops_of(node.target, args, kwargs, node.meta["val"]) or 0] += 1
     return counts
 
@@ -135,13 +137,13 @@ def relabel(graph: Any, device: torch.device) -> Any:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if value is not None:
-            node.meta["val"] = torch.utils._pytree.tree_map(lambda one: _on(one, device), value)
-            fakes = [one for one in torch.utils._pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
+            node.meta["val"] = torch.utils._pytree.tree_map(lambda leaf: _on(leaf, device), value)
+            fakes = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
             # All tensors of a graph belong to one fake mode.
             mode = fakes[0].fake_mode if fakes else mode
         if node.op == "call_function":
-            node.args = torch.fx.node.map_aggregate(node.args, lambda one: _device(one, device))
-            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, lambda one: _device(one, device))
+            node.args = torch.fx.node.map_aggregate(node.args, lambda leaf: _device(leaf, device))
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, lambda leaf: _device(leaf, device))
     graph.recompile()
     return mode
 

@@ -72,14 +72,17 @@ def load(text: str, launch: Launch, choose: Choose) -> Run:
             name, source = kernel
             names[name] = _GeneratedKernel(name, source, launch, choose)
         # Helper classes and functions for benchmarks are left out, because they need a GPU.
-        elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name not in _BESIDES:
+        elif (
+            isinstance(statement, (ast.ClassDef, ast.FunctionDef))
+            and statement.name not in _SKIPPED_FUNCTIONS
+        ):
             program.append(statement)  # the program is the remaining function or class
     exec(compile(ast.Module(body=program, type_ignores=[]), "<compiled layer>", "exec"), names)
     run: Run = names["Runner"](partitions=[]).call if "Runner" in names else names["call"]
     return run
 
 
-_BESIDES = ("get_args", "benchmark_compiled_module")
+_SKIPPED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 
 
 def _kernel_of(statement: ast.Assign) -> tuple[str, str] | None:
@@ -109,7 +112,7 @@ class _GeneratedKernel:
         # The source of a CPU kernel is its list of types, where `const` marks tensors that are only read.
         if source.startswith("["):
             types = ast.literal_eval(source)
-            self._roles = ["in" if one.startswith("const") else "in_out" for one in types]
+            self._roles = ["in" if type_name.startswith("const") else "in_out" for type_name in types]
         else:
             signature = _SIGNATURE.search(source)
             assert signature is not None, source
@@ -147,10 +150,12 @@ def settings_of(source: str) -> int:
 
     tree = ast.parse(source)
     names: dict[str, Any] = {"__file__": "kernel.py"}
-    imports: list[ast.stmt] = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    imports: list[ast.stmt] = [
+        statement for statement in tree.body if isinstance(statement, (ast.Import, ast.ImportFrom))
+    ]
     # Only the imports and the decorator run. They create the configurations, without compiling.
     exec(compile(ast.Module(body=imports, type_ignores=[]), "<kernel>", "exec"), names)
-    kernel = next(one for one in tree.body if isinstance(one, ast.FunctionDef))
+    kernel = next(statement for statement in tree.body if isinstance(statement, ast.FunctionDef))
     counts = [1]
 
     def note(hints: Any, configs: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -54,10 +54,10 @@ def product_of(
         padded = bool(name) and bool(pad_mm.should_exclude_padding_time(match, name))
         return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, padded)
 
-    asked = match, first, second, operator, added
+    arguments = match, first, second, operator, added
     return PaddedProduct(
-        pad_mm.should_pad_bench_key(*asked),
-        pad_mm.should_pad_bench_key(*asked, is_base_time_key=True),
+        pad_mm.should_pad_bench_key(*arguments),
+        pad_mm.should_pad_bench_key(*arguments, is_base_time_key=True),
         operator.__name__,
         describe(first, "mat1"),
         describe(second, "mat2"),
@@ -97,14 +97,14 @@ def _time(product: PaddedProduct, flushed: int, *, as_it_is: bool) -> None:
     added_padded = None if product.added is None else _make(product.added)
 
     def run_padded() -> torch.Tensor:
-        one, other, third = first_padded, second_padded, added_padded
+        first, other, third = first_padded, second_padded, added_padded
         if not product.first.written_padded:
-            one = _pad(one, rows, inner)
+            first = _pad(first, rows, inner)
         if not product.second.written_padded:
             other = _pad(other, inner, columns)
         if third is not None:
             third = _pad_sum(third, rows, columns)
-        return _multiply(product.operator, one, other, third)
+        return _multiply(product.operator, first, other, third)
 
     if as_it_is:
         _run_twice(functools.partial(_multiply, product.operator, first, second, added), flushed)

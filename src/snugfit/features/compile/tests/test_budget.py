@@ -249,7 +249,7 @@ class _Judge:
     layer would add.
     """
 
-    def judge(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
+    def evaluate(self, setups: Sequence[Setup]) -> list[tuple[Figures]]:
         return [(self.figures(setup),) for setup in setups]
 
     def figures(self, setup: Setup) -> Figures:
@@ -275,9 +275,9 @@ def test_a_plan_takes_the_largest_budget_that_fits(
         assert number is not None
         figures = worker.figures(space.candidates[number].setup)
         state.bounds[number] = Bound(figures.needed_bytes, figures.seconds)
-        state.learn(number, figures)
+        state.store(number, figures)
     found = find_grades(state, WorkerPool([worker]), job, lambda what: None)  # type: ignore[list-item]
-    fitting = [n for n in state.judged if state.fits(state.judged[n].needed_bytes)]
+    fitting = [n for n in state.evaluated if state.fits(state.evaluated[n].needed_bytes)]
     fastest = found.candidates[min(fitting, key=state.rank)].recipe
     wanted = "keep_all" if budget is None else f"budget({budget})"
     assert str(fastest[Slot.CHECKPOINTING]) == wanted

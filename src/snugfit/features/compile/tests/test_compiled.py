@@ -29,7 +29,7 @@ from small_models import small_job
 from snugfit.errors import RecipeError, RehearsalError
 from snugfit.features.compile import compiling
 from snugfit.features.compile.fields import CompileWish
-from snugfit.features.compile.prices import STARTING
+from snugfit.features.compile.prices import STARTUP_SECONDS
 from snugfit.features.compile.simulation.joint_passes import PADDED
 from snugfit.features.compile.simulation.layers import Compiler
 from snugfit.features.compile.simulation.lowering import relabel
@@ -296,7 +296,7 @@ def test_a_short_run_pays_for_compiling_in_each_of_its_steps() -> None:
     for steps in (10, 1000):
         shares = StartupShares(job, PlannedRun(steps=steps))
         compiled, plain = (shares.of(*traces[recipe]) for recipe in ("compiled", "plain"))
-        assert compiled.once - plain.once > STARTING
+        assert compiled.once - plain.once > STARTUP_SECONDS
         assert compiled.share - plain.share == pytest.approx((compiled.once - plain.once) / steps)
     setup, trace = traces["compiled"]
     least = shares.least_share(setup, [Work(kernels=trace.kernels[: len(trace.kernels) // 2], waits=())])

@@ -136,7 +136,7 @@ class Asked:
         self.layers.append(layers)
         part = record(depth.shallower(job, layers), replace(setup, compile=None), policy)
         number = (len(self.layers) - 1) % 2  # the shallow model, or the deeper one
-        return few_layers._Shallow(part, self._decisions[number : number + 1])
+        return few_layers._ShallowPasses(part, self._decisions[number : number + 1])
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_gradients_lie_as_torch_asks_for_them(as_outputs: bool, compiled_twice: 
     sizes = FirstSizes()
     with functorch.patch(guess_tangent_strides_as_outputs=as_outputs):
         for inputs, expected in (([weight, long], False), ([weight, short], True), ([weight, long], False)):
-            with sizes.ask(inputs) as any_sizes:
+            with sizes.switch_to_dynamic(inputs) as any_sizes:
                 assert any_sizes == expected
                 assert functorch.guess_tangent_strides_as_outputs == (as_outputs and not expected)
         assert functorch.guess_tangent_strides_as_outputs == as_outputs

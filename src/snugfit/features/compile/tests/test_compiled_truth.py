@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from snugfit.prediction.predict import predict
-from snugfit.rehearsal.record.first_launches import settings_known
+from snugfit.rehearsal.record.first_launches import known_settings
 from snugfit.results.measurement import Measurement
 from test_law_recorded_truth import Truth, drifted, figures
 from tiers import slow_but
@@ -45,7 +45,7 @@ def test_a_compiled_step_takes_the_bytes_that_were_predicted(name: str) -> None:
     )  # fmt: skip
     if apart := drifted(truth):
         pytest.skip(apart)
-    with settings_known() if name.endswith("-warm") else contextlib.nullcontext():
+    with known_settings() if name.endswith("-warm") else contextlib.nullcontext():
         truth.check()
 
 

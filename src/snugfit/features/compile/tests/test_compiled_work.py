@@ -9,7 +9,7 @@ import random
 import pytest
 
 from in_roster import needs_techniques
-from snugfit.planning.cost.lowered import left_by_lowering
+from snugfit.planning.cost.lowered import uncompiled_work
 from snugfit.planning.search.search import search
 from snugfit.planning.search.state import SearchState
 from snugfit.prediction.worker_pool import WorkerPool
@@ -30,7 +30,7 @@ def test_products_and_attention_stay_and_whatever_is_outside_layers() -> None:
         kernel("aten::gelu", "classifier"),
     ]
     gone = [kernel("aten::gelu", LAYER), kernel("aten::bmm", LAYER), kernel("aten::native_layer_norm", LAYER)]
-    assert left_by_lowering(Work((*gone, *left), (1,))) == Work(tuple(left), ())
+    assert uncompiled_work(Work((*gone, *left), (1,))) == Work(tuple(left), ())
 
 
 @pytest.mark.parametrize("slow", [False, True])

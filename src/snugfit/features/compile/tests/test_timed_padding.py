@@ -10,7 +10,7 @@ from small_models import small_job
 from snugfit.features.compile.simulation.timed_padding import Operand, PaddedProduct, time_padding
 from snugfit.rehearsal.device.overrides import in_force
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.record.first_launches import settings_known
+from snugfit.rehearsal.record.first_launches import known_settings
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
@@ -57,7 +57,7 @@ def test_what_was_timed_is_not_timed_again() -> None:
     times([ADAPTER], timed)
     assert times([ADAPTER], timed) == []
     assert FLUSHED not in times([ADAPTER._replace(key="other")], timed)[:4]
-    with settings_known():
+    with known_settings():
         assert times([ADAPTER], set()) == []
 
 

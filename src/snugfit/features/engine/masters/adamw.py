@@ -37,7 +37,7 @@ from snugfit.features.engine.masters.halves import (
 )
 from snugfit.features.engine.masters.launches import is_on_gpu, new_sums, norm_of, update_weights
 from snugfit.features.engine.masters.table import MOMENTS, WeightTable
-from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, laid_out_as, move_moments
+from snugfit.step.wishes.own_adamw import STEP, OwnAdamW, flat, move_moments, with_strides_of
 
 
 class Numbers(NamedTuple):
@@ -183,13 +183,13 @@ class MasterAdamW(OwnAdamW):
         """
         # A clipping factor is valid for a single launch.
         clip, self._clip = self._clip, None
-        norm, most = clip if clip is not None else (None, 0.0)
+        norm, max_norm = clip if clip is not None else (None, 0.0)
         for table in self._tables or ():
-            update_weights(table, self._numbers.value, norm, most)
+            update_weights(table, self._numbers.value, norm, max_norm)
         # On a GPU the kernels check the norm themselves. On a host it is checked here.
         if not self._plain or is_refused(norm):
             return
-        coefficient = None if norm is None else clip_coefficient(norm, most)
+        coefficient = None if norm is None else clip_coefficient(norm, max_norm)
         for weight, group in self._plain:
             if weight.grad is not None:
                 step = self.state[weight][STEP]
@@ -210,12 +210,12 @@ class MasterAdamW(OwnAdamW):
         norm_of(self._tables, self._sums, self._norm)
         return self._norm
 
-    def clip_by(self, norm: torch.Tensor, most: float) -> None:
+    def clip_by(self, norm: torch.Tensor, max_norm: float) -> None:
         """Clip in the next `launch`: scale gradients of this norm, a scalar in fp32 on the device, down to
-        the norm `most`. The result is that of `torch.nn.utils.clip_grads_with_norm_`, without its rounding of
-        the products.
+        the norm `max_norm`. The result is that of `torch.nn.utils.clip_grads_with_norm_`, without its
+        rounding of the products.
         """
-        self._clip = norm, most
+        self._clip = norm, max_norm
 
     # ---- states, tables ----------------------------------------------------------------------------------
 
@@ -305,18 +305,18 @@ class MasterAdamW(OwnAdamW):
     ) -> None:
         """Update one weight in plain torch, its gradient multiplied by a scalar if there is one."""
         state = self.state[weight]
-        slopes = flat(laid_out_as(weight, gradient))
+        slopes = flat(with_strides_of(weight, gradient))
         first, second = (flat(state[name]) for name in MOMENTS)
         # An fp32 weight is updated in place, without being joined from two halves.
         if weight.dtype is torch.float32:
-            for exact, slope, one, two in pieces(flat(weight), slopes, first, second):
-                update(exact, widen(slope, coefficient), one, two, numbers)
+            for exact, slope, first_moment, two in pieces(flat(weight), slopes, first, second):
+                update(exact, widen(slope, coefficient), first_moment, two, numbers)
             return
         halves = flat(weight), flat(state[RESIDUAL])
         # A weight is widened to 32 bits in pieces, so that only one piece exists in 32 bits at a time.
-        for high, low, slope, one, two in pieces(*halves, slopes, first, second):
+        for high, low, slope, first_moment, two in pieces(*halves, slopes, first, second):
             exact = join(high, low)
-            update(exact, widen(slope, coefficient), one, two, numbers)
+            update(exact, widen(slope, coefficient), first_moment, two, numbers)
             split(exact, high, low)
 
 
@@ -342,11 +342,11 @@ def update(
     exact.addcdiv_(first, move_moments(first, second, slope, *of_moments), value=rate)
 
 
-def clip_coefficient(norm: torch.Tensor, most: float) -> torch.Tensor:
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the clipping factor of gradients of this norm, a scalar
     (`torch.nn.utils.clip_grads_with_norm_`).
     """
-    return (most / (norm + 1e-6)).clamp(max=1.0)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def norm_in_fp32(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

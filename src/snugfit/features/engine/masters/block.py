@@ -63,7 +63,7 @@ class LaunchTable(NamedTuple):
     owners: torch.Tensor
     """Index of the weight that each block of elements belongs to (blocks,), int32."""
 
-    which: torch.Tensor
+    weight_indices: torch.Tensor
     """Index of each weight's row of scalars, such as the learning rate (N,), int32."""
 
     blocks: int

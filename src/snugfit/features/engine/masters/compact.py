@@ -40,21 +40,21 @@ DRAW_BITS = 8
 """Number of random bits with which 24-bit weights are rounded."""
 
 
-class Chances(NamedTuple):
+class RoundingDraws(NamedTuple):
     """Random numbers between 0 and 1 for stochastic rounding: two per element, one for each moment."""
 
     first: torch.Tensor
     second: torch.Tensor
 
 
-def chances(begin: int, count: int, step: int, device: torch.device) -> Chances:
+def chances(begin: int, count: int, step: int, device: torch.device) -> RoundingDraws:
     """Return the random numbers for `count` elements of a weight from index `begin` on, in the optimizer step
     of this number.
     """
     # A hash of the step is used instead of a random generator. A step repeated from a checkpoint gives the
     # same bits, on CPU and GPU.
     bits = _hash(begin, count, step, device)
-    return Chances(_share(bits & 0xFFFF), _share(bits >> 16))
+    return RoundingDraws(_share(bits & 0xFFFF), _share(bits >> 16))
 
 
 def draws(begin: int, count: int, step: int, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, update, 
 from snugfit.features.engine.masters.block import COMPACT_SETTINGS
 from snugfit.features.engine.masters.halves import AT_ONCE, RESIDUAL, join, split, split_by_chance
 from snugfit.features.engine.masters.table import MOMENTS, WeightTable
-from snugfit.step.wishes.own_adamw import STEP, flat, laid_out_as
+from snugfit.step.wishes.own_adamw import STEP, flat, with_strides_of
 
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 """Keys of the optimizer states that contain the scales of 8-bit moments."""
@@ -87,7 +87,7 @@ class CompactAdamW(MasterAdamW):
     ) -> None:
         """Update one weight in plain torch without a kernel, and store its moments as 8-bit codes again."""
         state = self.state[weight]
-        slopes, values = flat(laid_out_as(weight, gradient)), flat(weight)
+        slopes, values = flat(with_strides_of(weight, gradient)), flat(weight)
         codes = [flat(state[name]) for name in MOMENTS]
         for begin in range(0, weight.numel(), AT_ONCE):
             part = slice(begin, begin + AT_ONCE)

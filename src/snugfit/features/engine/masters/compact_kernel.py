@@ -117,7 +117,7 @@ def parts_of(exact, bits, HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def update_compact(  # type: ignore[no-untyped-def]
     weight, residual, first_moment, second_moment, gradient, first_scaling, second_scaling,
-    begin, left, own, coefficient,
+    begin, left, scalars, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -156,8 +156,8 @@ def update_compact(  # type: ignore[no-untyped-def]
 
     if CLIPS:
         slope = slope * coefficient
-    exact, first, second = adamw(exact, slope, first, second, own, EXACT)
-    bits = hash_of(begin + at, tl.load(own + 7).to(tl.int32))
+    exact, first, second = adamw(exact, slope, first, second, scalars, EXACT)
+    bits = hash_of(begin + at, tl.load(scalars + 7).to(tl.int32))
     first_scale, second_scale = tl.max(tl.abs(first), 1), tl.max(second, 1)
     first_chance = ((bits & 0xFFFF).to(tl.float32) + 0.5) * (1.0 / 65536)
     second_chance = ((bits >> 16).to(tl.float32) + 0.5) * (1.0 / 65536)

@@ -7,11 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
-def clip_coefficient(norm, most):  # type: ignore[no-untyped-def]
+def clip_coefficient(norm, max_norm):  # type: ignore[no-untyped-def]
     """Return the factor by which gradients of this norm are clipped
     (`torch.nn.utils.clip_grads_with_norm_`)."""
     # The small addend and the limit of 1 are those of torch.
-    return tl.minimum(tl.div_rn(most, norm + 1e-6), 1.0)
+    return tl.minimum(tl.div_rn(max_norm, norm + 1e-6), 1.0)
 
 
 @triton.jit
@@ -59,13 +59,13 @@ def pointer(address, element, ALIGNED: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def adamw(exact, slope, first, second, own, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def adamw(exact, slope, first, second, scalars, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return weights and moments after an AdamW step in fp32, in the order of operations of `adamw.update`.
-    `own` is the step's row of scalars.
+    `scalars` is the step's row of scalars.
     """
-    keep, first_share, second_keep = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-    second_share, root = tl.load(own + 3), tl.load(own + 4)
-    eps, rate = tl.load(own + 5), tl.load(own + 6)
+    keep, first_share, second_keep = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    second_share, root = tl.load(scalars + 3), tl.load(scalars + 4)
+    eps, rate = tl.load(scalars + 5), tl.load(scalars + 6)
     exact = exact * keep
     way = slope - first
     # torch's `lerp` has two formulas, chosen by a weight below or above one half.

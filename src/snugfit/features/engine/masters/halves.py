@@ -33,7 +33,7 @@ AT_ONCE = 1 << 20
 """Number of elements that are converted to 32 bits together (chosen). These copies take at most 16 MiB and
 stay in a CPU's caches."""
 
-HALFWAY = 1 << 15
+HALF_RANGE = 1 << 15
 """Half of the value range of the lower 16 bits, at which a weight is rounded up."""
 
 UNIT = 1 << 8
@@ -59,7 +59,7 @@ def split(exact: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> 
     bits = exact.view(torch.int32)
     # Halfway cases are rounded away from zero. With rounding to even, 65,537 numbers would share one
     # bfloat16, too many for 16 bits.
-    upper = bits.add(HALFWAY).bitwise_right_shift_(16)
+    upper = bits.add(HALF_RANGE).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
     residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
 
@@ -73,7 +73,7 @@ def split_by_chance(
     exact.masked_fill_(exact.isnan(), math.nan)
     # Rounding comes before the split, so that the two halves are exactly the 24 bits.
     bits = exact.view(torch.int32).add_(draws).bitwise_and_(-UNIT)
-    upper = bits.add(HALFWAY).bitwise_right_shift_(16)
+    upper = bits.add(HALF_RANGE).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper)
     residual.copy_(bits.sub_(upper.bitwise_left_shift_(16)).bitwise_right_shift_(8))
 
@@ -88,8 +88,8 @@ def in_bits_of(residual: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.int16:
         return residual.to(torch.int16).mul_(UNIT)
     # A larger value would be rounded to 128, which int8 cannot represent.
-    most = (1 << 15) - 1 - UNIT // 2
-    return residual.clamp(max=most).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
+    max_norm = (1 << 15) - 1 - UNIT // 2
+    return residual.clamp(max=max_norm).add_(UNIT // 2).bitwise_right_shift_(8).to(torch.int8)
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -37,7 +37,7 @@ WIDE = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_part(  # type: ignore[no-untyped-def]
-    weight, residual, first_moment, second_moment, gradient, begin, left, own, coefficient,
+    weight, residual, first_moment, second_moment, gradient, begin, left, scalars, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def update_part(  # type: ignore[no-untyped-def]
     second = tl.load(seconds, mask=mask)
     if CLIPS:
         slope = slope * coefficient
-    exact, first, second = adamw(exact, slope, first, second, own, EXACT)
+    exact, first, second = adamw(exact, slope, first, second, scalars, EXACT)
 
     tl.store(firsts, first, mask=mask)
     tl.store(seconds, second, mask=mask)
@@ -80,7 +80,7 @@ def update_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_any(  # type: ignore[no-untyped-def]
-    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
+    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
     CLIPS: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -88,38 +88,38 @@ def update_any(  # type: ignore[no-untyped-def]
     """Update elements by AdamW: run `update_compact` for 8-bit moments in groups, else `update_part`."""
     if GROUP:
         update_compact(
-            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars,
             coefficient, HALVES, BLOCK, GROUP, MASKED, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
     else:
         update_part(
-            weight, residual, first, second, gradient, begin, left, own, coefficient,
+            weight, residual, first, second, gradient, begin, left, scalars, coefficient,
             HALVES, BLOCK, MASKED, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_up_to(  # type: ignore[no-untyped-def]
-    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own, coefficient,
+    weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars, coefficient,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Update a whole block of elements by AdamW, or with a mask only its first `left` elements."""
     if left >= BLOCK:
         update_any(
-            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars,
             coefficient, HALVES, BLOCK, GROUP, False, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
     else:
         update_any(
-            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars,
             coefficient, HALVES, BLOCK, GROUP, True, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_weights(  # type: ignore[no-untyped-def]
-    places, owners, which, numbers, norm, most,
+    places, owners, weight_indices, numbers, norm, max_norm,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     RECORD: tl.constexpr, ROW: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -129,7 +129,7 @@ def update_weights(  # type: ignore[no-untyped-def]
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
-        coefficient = clip_coefficient(length, most)
+        coefficient = clip_coefficient(length, max_norm)
         # With a norm that is NaN or infinite, no weight may change.
         goes_on = is_finite(length)
     if goes_on:
@@ -141,14 +141,14 @@ def update_weights(  # type: ignore[no-untyped-def]
         if gradient != 0:
             begin = (block - tl.load(record)) * BLOCK
             left = tl.load(record + 1) - begin
-            own = numbers + tl.load(which + column) * ROW
+            scalars = numbers + tl.load(weight_indices + column) * ROW
             weight, residual = tl.load(record + 2), tl.load(record + 3)
             first, second = tl.load(record + 4), tl.load(record + 5)
             first_scales, second_scales = first, second
             if GROUP:
                 first_scales, second_scales = tl.load(record + 7), tl.load(record + 8)
             update_up_to(
-                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+                weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars,
                 coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EXACT,
             )  # fmt: skip
 
@@ -189,16 +189,16 @@ def launch_update(
     table: LaunchTable,
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
-    most: float,
+    max_norm: float,
 ) -> None:
     """Launch AdamW's update of all weights in this table, with the scalars of the step in rows (N, 8). With a
-    norm, a scalar in fp32, gradients are clipped to the norm `most`.
+    norm, a scalar in fp32, gradients are clipped to the norm `max_norm`.
     """
     settings, aligned = table.settings, table.is_aligned
     update_weights[(table.blocks,)](
         # Pointers that the kernel does not use must still be valid arguments.
-        table.places, table.owners, table.which, numbers, numbers if norm is None else norm,
-        float(most),
+        table.places, table.owners, table.weight_indices, numbers, numbers if norm is None else norm,
+        float(max_norm),
         HALVES=table.lower_bits, BLOCK=settings.block, GROUP=table.group, CLIPS=norm is not None,
         # If some addresses are not aligned, each thread reads single elements.
         RECORD=table.places.size(1), ROW=NUMBERS, ALIGNED=WIDE if aligned else 1,
@@ -228,7 +228,7 @@ def launch_norm(sums: torch.Tensor, norm: torch.Tensor) -> None:
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def update_one(  # type: ignore[no-untyped-def]
-    weight, residual, first, second, gradient, first_scales, second_scales, own, norm, most, count,
+    weight, residual, first, second, gradient, first_scales, second_scales, scalars, norm, max_norm, count,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, CLIPS: tl.constexpr,
     ALIGNED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -236,14 +236,14 @@ def update_one(  # type: ignore[no-untyped-def]
     coefficient, goes_on = 1.0, True
     if CLIPS:
         length = tl.load(norm)
-        coefficient = clip_coefficient(length, most)
+        coefficient = clip_coefficient(length, max_norm)
         goes_on = is_finite(length)
     if goes_on:
         # The offset of an element in a large weight may exceed 32 bits.
         begin = tl.program_id(0).to(tl.int64) * BLOCK
         left = count - begin
         update_up_to(
-            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, own,
+            weight, residual, first, second, gradient, first_scales, second_scales, begin, left, scalars,
             coefficient, HALVES, BLOCK, GROUP, CLIPS, ALIGNED, NARROW, EXACT,
         )  # fmt: skip
 
@@ -264,17 +264,17 @@ def add_squares(  # type: ignore[no-untyped-def]
         slope = tl.load(slopes, mask=at < count - begin, other=0.0).to(tl.float32)
         total += slope * slope
         begin += tl.num_programs(0).to(tl.int64) * BLOCK
-    own = sums + tl.program_id(0)
+    scalars = sums + tl.program_id(0)
     # Each program of a launch has its own sum, so no atomic addition is needed.
-    tl.store(own, tl.load(own) + tl.sum(total, 0))
+    tl.store(scalars, tl.load(scalars) + tl.sum(total, 0))
 
 
 def launch_update_of_one(
     addresses: list[int],
     count: int,
-    own: torch.Tensor,
+    scalars: torch.Tensor,
     norm: torch.Tensor | None,
-    most: float,
+    max_norm: float,
     *,
     halves: int,
     group: int,
@@ -283,15 +283,15 @@ def launch_update_of_one(
     """Launch AdamW's update of one weight at these addresses, with its row of scalars (8,).
 
     The addresses are those of the weight, its residual or 0, both moments, its gradient, and with a group
-    both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `most`. `halves` is the
-    bits of a residual, 0 without one.
+    both scales. With a norm, a scalar in fp32, the gradient is clipped to the norm `max_norm`. `halves` is
+    the bits of a residual, 0 without one.
     """
     # All reads share the alignment constant, so one unaligned address makes all of them narrow.
     aligned = not any(address % WIDE for address in addresses)
     update_one[(-(-count // settings.block),)](
         # Without groups the kernel never reads the scales, so any valid addresses are passed.
-        *addresses[:5], *(addresses[5:] or addresses[2:4]), own,
-        own if norm is None else norm, float(most), count,
+        *addresses[:5], *(addresses[5:] or addresses[2:4]), scalars,
+        scalars if norm is None else norm, float(max_norm), count,
         HALVES=halves, BLOCK=settings.block, GROUP=group, CLIPS=norm is not None,
         ALIGNED=WIDE if aligned else 1, NARROW=settings.narrow if aligned else 1,
         EXACT=settings.exact, num_warps=settings.warps,

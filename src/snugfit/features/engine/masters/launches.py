@@ -67,17 +67,17 @@ def update_weights(
     table: WeightTable,
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
-    most: float,
+    max_norm: float,
 ) -> None:
     """Launch one AdamW step for the weights of this table (`kernel.launch_update`)."""
     # An operator call with lists of hundreds of tensors takes the host longer than the kernel launch itself.
     if not numbers.is_meta:
         with triton_named():
-            table.launch(numbers, norm, most)
+            table.launch(numbers, norm, max_norm)
         # The kernels change weights without autograd's knowledge, so their versions are increased here.
         torch.autograd.graph.increment_version(table.weights)
         # Copies of gradients are only needed until the kernel has read them.
-        table.forget_copies()
+        table.free_copies()
         return
     among = [number for number, has_one in enumerate(table.has_gradient) if has_one]
     states = [tensor for number in among for tensor in table.tensors_kept(table.states[number])]
@@ -88,7 +88,7 @@ def update_weights(
         [table.weights[number] for number in among], [state for state in states if state is not None],
         table.gradients(), table.places, numbers,
     )  # fmt: skip
-    table.forget_copies()
+    table.free_copies()
 
 
 def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from snugfit.features.engine.masters.launches import (
     triton_named,
     writes_in_place,
 )
-from snugfit.step.wishes.own_adamw import STEP, laid_out_as
+from snugfit.step.wishes.own_adamw import STEP, with_strides_of
 
 OPERATORS.define(
     "adamw_of_weight(Tensor(a!) weight, Tensor(b!)[] states, Tensor gradient, Tensor numbers) -> ()"
@@ -87,7 +87,7 @@ class MasterUpdates:
     def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the squares of this gradient to the sum for the gradient norm."""
         # A kernel reads weight and gradient in the same order of elements.
-        gradient = laid_out_as(weight, gradient)
+        gradient = with_strides_of(weight, gradient)
         if not is_on_gpu(weight):
             self._norms[self._order[weight]] = torch.linalg.vector_norm(gradient.to(torch.float32))
         elif gradient.is_meta:
@@ -110,24 +110,24 @@ class MasterUpdates:
 
     # ---- the updates -------------------------------------------------------------------------------------
 
-    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
+    def begin_update(self, norm: torch.Tensor | None, max_norm: float) -> None:
         """Prepare the scalars of an AdamW step that updates weights one by one; with a norm, gradients are
-        clipped to `most`.
+        clipped to `max_norm`.
         """
         optimizer = self._optimizer
         # Learning rate schedules warn if the optimizer's `step` was never called.
         optimizer._opt_called = True
-        self._norm, self._most = norm, most
+        self._norm, self._most = norm, max_norm
         if self._by_kernel:
             steps = [
                 (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
             ]
-            rows = {one: (*Numbers.of(optimizer.param_groups[one[0]], one[1]), one[1]) for one in set(steps)}
+            rows = {key: (*Numbers.of(optimizer.param_groups[key[0]], key[1]), key[1]) for key in set(steps)}
             # The scalars of all weights are written once per step, before any gradient exists.
-            self._numbers.write([rows[one] for one in steps])
+            self._numbers.write([rows[key] for key in steps])
             return
         self._is_refused = is_refused(norm)
-        self._coefficient = None if norm is None else clip_coefficient(norm, most)
+        self._coefficient = None if norm is None else clip_coefficient(norm, max_norm)
 
     def has_states(self, weight: torch.Tensor) -> bool:
         """Return True if this weight has optimizer states, so that its update creates none."""
@@ -159,7 +159,7 @@ class MasterUpdates:
         self.make_states([weight])
         state, order = optimizer.state[weight], self._order[weight]
         if is_on_gpu(weight):
-            self._launch(weight, laid_out_as(weight, gradient), state, self._rows[order])
+            self._launch(weight, with_strides_of(weight, gradient), state, self._rows[order])
             return
         state[STEP] += 1
         if not self._is_refused:
@@ -167,21 +167,25 @@ class MasterUpdates:
             optimizer.update_plainly(weight, gradient, numbers, self._coefficient)
 
     def _launch(
-        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], own: torch.Tensor
+        self, weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], scalars: torch.Tensor
     ) -> None:
         table = self._optimizer.table_of
         residual, first, second, *scales = table.tensors_kept(state)
         if weight.is_meta:
-            held = [one for one in (residual, first, second, *scales) if one is not None]
-            torch.ops.triton.adamw_of_weight(weight, held, gradient, own)
+            tensors = [tensor for tensor in (residual, first, second, *scales) if tensor is not None]
+            torch.ops.triton.adamw_of_weight(weight, tensors, gradient, scalars)
             return
         with triton_named():
             from snugfit.features.engine.masters.kernel import launch_update_of_one
         # The address 0 means a weight without a residual.
-        places = [0 if one is None else one.data_ptr() for one in (weight, residual, first, second, gradient)]
+        places = [
+            0 if tensor is None else tensor.data_ptr()
+            for tensor in (weight, residual, first, second, gradient)
+        ]
         launch_update_of_one(
-            places + [one.data_ptr() for one in scales], weight.numel(), own, self._norm, self._most,
-            halves=lower_bits(residual), group=table.group, settings=table.usual_settings,
+            places + [tensor.data_ptr() for tensor in scales], weight.numel(), scalars,
+            self._norm, self._most, halves=lower_bits(residual), group=table.group,
+            settings=table.usual_settings,
         )  # fmt: skip
         # The kernel changes the weight without autograd's knowledge, so its version is increased here.
         torch.autograd.graph.increment_version([weight])

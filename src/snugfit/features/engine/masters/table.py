@@ -16,7 +16,7 @@ from snugfit.errors import RecipeError
 from snugfit.features.engine.masters.block import SETTINGS, LaunchSettings, LaunchTable
 from snugfit.features.engine.masters.device_copy import DeviceCopy
 from snugfit.features.engine.masters.halves import RESIDUAL, lower_bits
-from snugfit.step.wishes.own_adamw import flat, laid_out_as
+from snugfit.step.wishes.own_adamw import flat, with_strides_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of the first and second moment in AdamW's state."""
@@ -33,7 +33,7 @@ class WeightTable:
 
     `places` has a record of int64 for each weight: its first block, its number of elements, and addresses.
     These are of weight, residual (0 without), states and, seventh, gradient (0 without). `owners` has the
-    weight's number for each block, and `which` for each weight its row of the step's numbers.
+    weight's number for each block, and `weight_indices` for each weight its row of the step's numbers.
     """
 
     record = 7
@@ -93,14 +93,14 @@ class WeightTable:
         addresses = [weight.data_ptr() for weight in self.weights]
         try:
             addresses += map(_address, given)
-        # A sparse gradient has no memory address; `laid_out_as` raises the error for it below.
+        # A sparse gradient has no memory address; `with_strides_of` raises the error for it below.
         except RuntimeError:
             addresses = []
         # Gradients usually keep their addresses, so that nothing is written.
         if addresses and addresses == self._found:
             return
         read = [
-            None if gradient is None else laid_out_as(weight, gradient)
+            None if gradient is None else with_strides_of(weight, gradient)
             for weight, gradient in zip(self.weights, given, strict=True)
         ]
         # The copy of a gradient must exist until the kernel has read it.
@@ -123,7 +123,7 @@ class WeightTable:
         """
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
-    def forget_copies(self) -> None:
+    def free_copies(self) -> None:
         """Free copies of gradients, after the kernels have read them. A gradient is copied if its memory
         layout differs from its weight's.
         """
@@ -138,13 +138,13 @@ class WeightTable:
             self._rows = list(rows)
             self._which.write(rows)
 
-    def launch(self, numbers: torch.Tensor, norm: torch.Tensor | None, most: float) -> None:
+    def launch(self, numbers: torch.Tensor, norm: torch.Tensor | None, max_norm: float) -> None:
         """Launch the AdamW update of this table's weights (`kernel.launch_update`). Raises `ImportError`
         without Triton.
         """
         from snugfit.features.engine.masters.kernel import launch_update
 
-        launch_update(self.as_launched(), numbers, norm, most)
+        launch_update(self.as_launched(), numbers, norm, max_norm)
 
 
 def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:

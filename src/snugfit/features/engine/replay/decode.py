@@ -100,12 +100,12 @@ class RecordedDecoding:
             graph.play()
         return graph.outputs
 
-    def _record(self, key: Hashable, given: Mapping[str, Any]) -> None:
+    def _record(self, key: Hashable, inputs: Mapping[str, Any]) -> None:
         """Record the forward pass with these inputs; without success, leave all later ones to the model."""
         import torch
 
         graph = DecodeGraph(
-            map_leaves(given, lambda _, value: value.clone() if isinstance(value, torch.Tensor) else value)
+            map_leaves(inputs, lambda _, value: value.clone() if isinstance(value, torch.Tensor) else value)
         )
 
         def work() -> None:

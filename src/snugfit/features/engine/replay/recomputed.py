@@ -37,7 +37,7 @@ def generators_left_alone(*, attention_is_kept: bool = False) -> Iterator[None]:
 
     @contextlib.contextmanager
     def recompute(*arguments: Any, **keywords: Any) -> Iterator[None]:
-        with fork(*arguments, **keywords), DrawsNothing(attention_is_kept):
+        with fork(*arguments, **keywords), NoRandomDraws(attention_is_kept):
             yield
 
     states = patch("torch.utils.checkpoint.get_device_states", _no_states)
@@ -49,7 +49,7 @@ def _no_states(*arguments: Any) -> tuple[list[int], list[torch.Tensor]]:
     return [], []
 
 
-class DrawsNothing(TorchFunctionMode):
+class NoRandomDraws(TorchFunctionMode):
     """A `TorchFunctionMode` that raises `NotRecorded` for torch functions that draw random numbers on a
     device.
 

@@ -74,7 +74,7 @@ class LayoutGraphs:
     """Functions that replay the forward and backward graph, for the first micro-batch and for all others."""
     plays_norm: Play | None = None
     plays_update: Play | None = None
-    heard: Sequence[torch.Tensor] = ()
+    hooked_tensors: Sequence[torch.Tensor] = ()
     """Weights whose gradients are consumed by hooks within the recorded backward pass."""
 
 
@@ -111,17 +111,17 @@ class CapturedStep(StepRunner):
         layouts = {layout_of(piece) for piece in pieces}
         key = (*layouts, len(pieces) > 1, hooked and hooked.name)
         # With equal layouts and no micro-batch of weight 0, one pair of graphs serves all micro-batches.
-        alike = len(layouts) == 1 and 0 not in weights
+        same_layout = len(layouts) == 1 and 0 not in weights
         # If tensors have moved, every recorded graph reads old addresses.
         if self._update is not None and self._update.has_moved():
-            self.forget()
+            self.drop_graphs()
         # A layout is recorded when it occurs for the second time. The first run loads kernels and allocates
         # workspaces.
-        if alike and key not in self._recordings and key in self._met and self._has_room():
+        if same_layout and key not in self._recordings and key in self._met and self._has_free_memory():
             self._record(key, built, pieces[0], weights, hooked)
         if hooked is not None:
             hooked.weights.clear()
-        if not alike or key not in self._recordings:
+        if not same_layout or key not in self._recordings:
             self._met.add(key)
             # The first run of a layout also uses the graphs' memory pool; otherwise its memory would be
             # needed twice.
@@ -131,14 +131,14 @@ class CapturedStep(StepRunner):
         total = self._play(recording, built, pieces, weights, is_again=_is_again(hooked))
         if hooked is not None and not hooked.weights:
             # Replays run no hooks, so the weights come from the hooks during the recording.
-            hooked.weights = dict.fromkeys(recording.heard)
+            hooked.weights = dict.fromkeys(recording.hooked_tensors)
         return total
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop all recorded CUDA graphs, after tensors have moved to other addresses."""
         self._recordings.clear()
 
-    def _has_room(self) -> bool:
+    def _has_free_memory(self) -> bool:
         return not self.why_not and len(self._recordings) < MOST_LAYOUTS
 
     def _play(
@@ -198,7 +198,7 @@ class CapturedStep(StepRunner):
                 self._record_hooked(recording, built, hooked)
         except NotRecorded as fault:
             self.why_not = str(fault)
-            self.forget()
+            self.drop_graphs()
         else:
             self._recordings[key] = recording
         # Gradients have undefined values between the recording and the first replay.
@@ -220,7 +220,7 @@ class CapturedStep(StepRunner):
             self._record_passes(recording, built, 1)
         finally:
             hooked.is_recorded = False
-        recording.heard = list(hooked.weights)
+        recording.hooked_tensors = list(hooked.weights)
 
     def _record_update(self, recording: LayoutGraphs, built: Built) -> None:
         observer, record = built.observer, self._graphs.record

@@ -61,7 +61,7 @@ def job_of(family: str, clip: float | None = 1.0, layers: int = 2) -> Job:
 def assert_as_predicted(job: Job, recipe: str) -> None:
     parts, setup = parts_of(job), Recipe.parse(recipe).setup()
     assert parts.run(setup) is not None
-    [(figures,)] = parts.judge([setup])
+    [(figures,)] = parts.evaluate([setup])
     [(bound,)] = parts.screen([setup])
     full = parts.verify(Recipe.parse(recipe), figures)
     assert full.is_same
@@ -103,7 +103,7 @@ def test_its_bounds_are_not_those_of_the_host() -> None:
     parts = Parts(job, [H200], GpuTimers([H200]))
     setups = [Recipe.parse(f"bf16 + adamw_fused{more}").setup() for more in ("", " + captured")]
     (written,), (captured,) = parts.screen(setups)
-    figures = [parts.judge([setup])[0][0] for setup in setups]
+    figures = [parts.evaluate([setup])[0][0] for setup in setups]
     assert captured.seconds < written.seconds / 4
     for bound, own in zip((written, captured), figures, strict=True):
         assert bound.needed_bytes <= own.needed_bytes
@@ -117,7 +117,7 @@ def test_passes_that_wait_cannot_be_recorded_and_the_rest_is_screened() -> None:
     assert isinstance(why, UnsupportedStep)
     assert isinstance(bounds, tuple)
     with pytest.raises(UnsupportedStep, match="reads a number from the device"):
-        parts.judge([captured])
+        parts.evaluate([captured])
 
 
 def test_what_is_played_already_stays() -> None:

@@ -118,7 +118,7 @@ class ReleasedPasses(StepRunner):
                 return self._loop.run_passes(built, pieces, weights, again=hooked.again)
             # Recorded graphs read the addresses of optimizer states.
             if self._updates.has_moved():
-                captured.forget()
+                captured.drop_graphs()
             return captured.run_passes(built, pieces, weights, hooked)
         finally:
             self._pass = None

@@ -90,11 +90,11 @@ def _fuse_adapters(model: torch.nn.Module) -> None:
 
 
 def _adapt(
-    self: Any, form: None, own: Callable[..., Any], x: torch.Tensor, *others: Any, **keywords: Any
+    self: Any, form: None, original: Callable[..., Any], x: torch.Tensor, *others: Any, **keywords: Any
 ) -> Any:
     projections = projections_of([self])
     if projections is None or others or keywords:
-        return own(x, *others, **keywords)
+        return original(x, *others, **keywords)
     return lora_linear(x, projections)[0]
 
 
@@ -108,11 +108,11 @@ def _replace(module: Any, forward: Callable[..., Any], form: Any) -> None:
 
 def _either(forward: Callable[..., Any], form: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
     # The method of the class, because this one replaces that of the instance.
-    own = partial(type(module).forward, module)
+    original = partial(type(module).forward, module)
     # The kernels save tensors for a backward pass, which evaluation does not have.
     if not module.training:
-        return own(*arguments, **keywords)
-    return forward(module, form, own, *arguments, **keywords)
+        return original(*arguments, **keywords)
+    return forward(module, form, original, *arguments, **keywords)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------
@@ -137,7 +137,9 @@ def _add_and_norm(
     return add_rms_norm(branch, stream, norm.weight, _eps(norm), dtype, scaling=scaling)
 
 
-def _norm(self: Any, form: Scaling, own: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
+def _norm(
+    self: Any, form: Scaling, original: Callable[..., Any], hidden_states: torch.Tensor
+) -> torch.Tensor:
     return _add_and_norm(hidden_states, None, self)[1]
 
 
@@ -162,7 +164,7 @@ def _fuse_attention(module: Any, form: AttentionForm) -> bool:
 def _attend(
     self: Any,
     form: AttentionForm,
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     hidden_states: torch.Tensor,
     position_embeddings: Any = None,
     attention_mask: torch.Tensor | None = None,
@@ -173,14 +175,14 @@ def _attend(
     projections = projections_of([getattr(self, name) for name in form.layers])
     # An adapter may have replaced a layer since the model was built. The kernel rotates whole heads.
     if projections is None or not _rotates_heads(self, form, position_embeddings):
-        return own(  # type: ignore[no-any-return]
+        return original(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
     query, key, value = attention_inputs(
         hidden_states, position_embeddings, _heads(self), projections, _head_norms(self)
     )
     if past_key_values is not None:
-        key, value = _remember(past_key_values, key, value, self.layer_idx)
+        key, value = _append_to_cache(past_key_values, key, value, self.layer_idx)
     extras = {NAMES[name]: getattr(self, name, getattr(self.config, name, None)) for name in form.extras}
     options = extras | keywords
     if self.config._attn_implementation == "sdpa":
@@ -219,7 +221,7 @@ def _project(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return lora_linear(x, projections)[0]
 
 
-def _remember(
+def _append_to_cache(
     cache: Any, key: torch.Tensor, value: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append keys and values to the cache of layer `index`, and return all cached ones of that layer.
@@ -260,10 +262,10 @@ def _mlp_projections(module: Any, form: MLPForm) -> tuple[Projections | None, Pr
     return into, projections_of([module.down_proj], biased=False)
 
 
-def _gate(self: Any, form: MLPForm, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+def _gate(self: Any, form: MLPForm, original: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     into, back = _mlp_projections(self, form)
     if into is None or back is None:
-        return own(x)  # type: ignore[no-any-return]
+        return original(x)  # type: ignore[no-any-return]
     keeps = not getattr(self, RECOMPUTES, False)
     tanh = TANH[type(getattr(self, form.activation)).__name__]
     return gated_mlp(x, into, back, tanh=tanh, keeps=keeps)
@@ -283,7 +285,7 @@ def _fuse_layer(module: Any, form: LayerForm) -> bool:
 def _run_layer(
     self: Any,
     form: LayerForm,
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     hidden_states: torch.Tensor,
     *others: Any,
     **keywords: Any,
@@ -293,7 +295,7 @@ def _run_layer(
     Positional arguments differ between layers, so a call with any runs the layer's own code.
     """
     if others:
-        return own(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
+        return original(hidden_states, *others, **keywords)  # type: ignore[no-any-return]
     stream = normed = hidden_states
     if form.before_attention:
         stream, normed = _add_and_norm(hidden_states, None, getattr(self, form.before_attention))

@@ -46,16 +46,16 @@ METADATA = frozenset({
 """Names of tensor attributes and methods that work on a tensor without data."""
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
-OF_EACH_NUMBER = frozenset({
+ELEMENTWISE = frozenset({
     *CASTS, "to", "tanh", "contiguous", "neg", "mul", "div", "true_divide", "add", "sub",
     "__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__",
 })  # fmt: skip
 """Names of elementwise operations that are recorded on deferred logits, as torch's functions and operators.
 """
 
-ARRANGING = frozenset({"view", "reshape"})
+RESHAPES = frozenset({"view", "reshape"})
 
-CASTING = frozenset({*CASTS, "to", "contiguous"})
+DTYPE_CHANGES = frozenset({*CASTS, "to", "contiguous"})
 """Names of operations on logits that change only their dtype, or nothing."""
 
 
@@ -141,20 +141,18 @@ class DeferredLogits(torch.Tensor):
         all logits.
         """
         more = [*operands, *keywords.values()]
-        if name in ARRANGING and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
+        if name in RESHAPES and (shape := _shape(operands)) and shape[-1] == self.shape[-1]:
             return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
         if name == "__getitem__" and _chooses_tokens(operands[0], self.dim()):
             return self._with(self.hidden[operands[0]])
-        if name in OF_EACH_NUMBER and all(
-            _goes_with_each_token(value, len(self.head.weight)) for value in more
-        ):
+        if name in ELEMENTWISE and all(_goes_with_each_token(value, len(self.head.weight)) for value in more):
             dtypes = [value for value in more if isinstance(value, torch.dtype)]
             operand_dtypes = [
                 value.dtype for value in more if isinstance(value, torch.Tensor) and value.dim()
             ]
             dtype = CASTS.get(name) or functools.reduce(torch.promote_types, operand_dtypes, self.dtype)
             after = functools.partial(_call, function, tuple(operands), keywords)
-            only_cast = self.only_cast and name in CASTING
+            only_cast = self.only_cast and name in DTYPE_CHANGES
             dtype = (dtypes or [dtype])[0]
             return DeferredLogits(self.hidden, self.head, (*self.functions, after), dtype, only_cast)
         return None

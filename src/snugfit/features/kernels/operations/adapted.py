@@ -77,7 +77,7 @@ def is_adapted(layer: Any) -> bool:
 def unsupported_settings(model: torch.nn.Module) -> list[str]:
     """Return the settings of this model's LoRA adapters for which no kernels exist, once each."""
     layers = [layer for layer in model.modules() if is_adapted(layer)]
-    return sorted({why for layer in layers if (why := objection(layer))})
+    return sorted({reason for layer in layers if (reason := objection(layer))})
 
 
 def objection(layer: Any) -> str:

@@ -18,7 +18,7 @@ import torch
 from snugfit.features.kernels.operations.column_sums import add_partials, empty_partials
 from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
 from snugfit.features.kernels.operations.philox import keep_mask, scale, threshold
-from snugfit.features.kernels.operations.seeds import CARRIED
+from snugfit.features.kernels.operations.seeds import SEED_ATTRIBUTE
 
 TILE = 4096
 """Number of elements that one program of the backward kernel processes at a time (chosen)."""
@@ -117,7 +117,7 @@ class AddNorm(torch.autograd.Function):
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         if has_kernel(x):
             y = torch.empty_like(x, dtype=form.dtype)
-            stream = _room_for_stream(y) if form.gives_stream else None
+            stream = _empty_stream(y) if form.gives_stream else None
             # If nothing is added or dropped, the sum equals the input.
             alone = residual is None and bias is None and (seed is None or form.drops_last)
             total = None if alone and x.dtype is form.dtype else torch.empty_like(y)
@@ -134,7 +134,7 @@ class AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, statistics, weight)
         # The next operation finds the seed at this node of the autograd graph (`seeds.py`).
-        setattr(ctx, CARRIED, seed)
+        setattr(ctx, SEED_ATTRIBUTE, seed)
         ctx.form, ctx.x_dtype = form, x.dtype
         ctx.residual = None if residual is None else (residual.shape, residual.dtype)
         if form.gives_stream:
@@ -146,7 +146,7 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, other: torch.Tensor | None = None) -> Any:
         """Return the gradients of `x`, the residual, the norm's weights and the bias."""
         total, statistics, weight = ctx.saved_tensors
-        seed, form = getattr(ctx, CARRIED), ctx.form
+        seed, form = getattr(ctx, SEED_ATTRIBUTE), ctx.form
         # Only the residual stream was used, so its gradient is the whole gradient.
         if dy is None and form.gives_stream:
             dy, other = other, None
@@ -170,7 +170,7 @@ class AddNorm(torch.autograd.Function):
         return dx if needs[0] else None, dresidual, dweight, dshift, dbias, None, None
 
 
-def _room_for_stream(y: torch.Tensor) -> torch.Tensor | None:
+def _empty_stream(y: torch.Tensor) -> torch.Tensor | None:
     """Return an empty fp32 tensor for the residual stream (see `gives_stream`); None if the result has 32
     bits or more.
     """
@@ -188,9 +188,9 @@ def _backward_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     drops_first = seed is not None and not form.drops_last
     # One tensor is both gradients, unless dropout or a dtype makes them different.
-    apart = drops_first or kinds.residual_dtype is not kinds.x_dtype
+    has_own_slope = drops_first or kinds.residual_dtype is not kinds.x_dtype
     dresidual = torch.empty_like(total, dtype=kinds.residual_dtype)
-    dx = torch.empty_like(total, dtype=kinds.x_dtype) if apart else None
+    dx = torch.empty_like(total, dtype=kinds.x_dtype) if has_own_slope else None
     partials = None
     if kinds.has_sums:
         partials = empty_partials(total, 3 if kinds.has_bias else 2, rows_at_once(total.size(-1)))
@@ -279,7 +279,7 @@ def backward_in_torch(
     """
     wide, columns = _wide(total.dtype), total.size(-1)
     mean, inverse = statistics.to(wide).unsqueeze(-1)
-    slope, value = (one.reshape(-1, columns).to(wide) for one in (slopes.of_result, total))
+    slope, value = (tensor.reshape(-1, columns).to(wide) for tensor in (slopes.of_result, total))
     if slopes.of_stream is not None:
         slope = slope + slopes.of_stream.reshape(-1, columns).to(wide)
     if seed is not None and form.drops_last:

@@ -30,10 +30,10 @@ def attention_inputs(
     """Return queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
     scales: Sequence[torch.Tensor | None] = (None, None) if norms is None else norms[:2]
     kind = None if norms is None else norms[2:]
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
         hidden, *angles, heads, kind, *scales, projections.layout, *projections.tensors
     )
-    return given
+    return inputs
 
 
 class AttentionInputs(torch.autograd.Function):

@@ -34,10 +34,10 @@ def gated_mlp(
     bias. The activation is SiLU, or with `tanh` GELU's approximation. `keeps` saves the product of gate and
     up for the backward pass; otherwise it is recomputed there.
     """
-    given: torch.Tensor = GatedMLP.apply(  # type: ignore[no-untyped-call]
+    output: torch.Tensor = GatedMLP.apply(  # type: ignore[no-untyped-call]
         hidden, into.layout, back.layout, tanh, keeps, *into.tensors, *back.tensors
     )
-    return given
+    return output
 
 
 class GatedMLP(torch.autograd.Function):
@@ -85,13 +85,13 @@ class GatedMLP(torch.autograd.Function):
         if product is None:
             rows = rows_again(source, ctx.scaling, ctx.dtype)
             product = wide.multiply(rows)
-        of_out = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
-        slopes = narrow.slopes(of_out)
-        between = narrow.input_gradient(of_out, slopes)
+        output_grad = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
+        slopes = narrow.slopes(output_grad)
+        between = narrow.input_gradient(output_grad, slopes)
         # The kernel overwrites the product with the gradients of gate and up. It overwrites `between` with
         # their output, the third product's input, which was not saved.
         activate_backward(product, between, ctx.tanh, again=narrow.needs_rows(needs_narrow))
-        of_narrow = narrow.gradients(of_out, slopes, [between].pop, needs_narrow)
+        of_narrow = narrow.gradients(output_grad, slopes, [between].pop, needs_narrow)
         # `between` is large, and is not needed for the gradients of gate and up.
         del between
         slopes = wide.slopes(product)
@@ -120,15 +120,15 @@ def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
     return out
 
 
-def activate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, *, again: bool) -> None:
+def activate_backward(product: torch.Tensor, output_grad: torch.Tensor, tanh: bool, *, again: bool) -> None:
     """Overwrite the product of gate and up (`rows`) with its own gradient.
 
-    `of_out` is the gradient (T, I) of `activate`'s output. With `again`, that output overwrites it.
+    `output_grad` is the gradient (T, I) of `activate`'s output. With `again`, that output overwrites it.
     """
     if has_kernel(product):
-        _GATE_BACKWARD(product, of_out, tanh, again)
+        _GATE_BACKWARD(product, output_grad, tanh, again)
     else:
-        reference_backward(product, of_out, tanh, again)
+        reference_backward(product, output_grad, tanh, again)
     # The saved product has changed, so autograd must refuse a second backward pass.
     torch.autograd.graph.increment_version(product)
 
@@ -139,19 +139,19 @@ def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
     return _act(gate, tanh) * up
 
 
-def reference_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
+def reference_backward(product: torch.Tensor, output_grad: torch.Tensor, tanh: bool, again: bool) -> None:
     """Overwrite the product of gate and up with its gradient, in plain torch (`activate_backward`)."""
     wide = torch.promote_types(product.dtype, torch.float32)
     # Both halves are views, so that writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)
-    gate, up, slope = (one.to(wide) for one in (gates, ups, of_out))
+    gate, up, slope = (tensor.to(wide) for tensor in (gates, ups, output_grad))
     with torch.enable_grad():
         leaf = gate.detach().requires_grad_()
         value = _act(leaf, tanh)
     (of_gate,) = torch.autograd.grad(value, leaf, slope * up)
     of_up = slope * value.detach()
     if again:
-        of_out.copy_(_act(gates, tanh) * ups)
+        output_grad.copy_(_act(gates, tanh) * ups)
     gates.copy_(of_gate)
     ups.copy_(of_up)
 

@@ -36,8 +36,10 @@ def join_slopes(
     """
     first = slopes[0]
     # The kernel takes three parts of equal shape. torch joins those of grouped queries.
-    alike = len(slopes) == 3 and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in slopes)
-    if not alike or not has_kernel(first):
+    same_layout = len(slopes) == 3 and all(
+        (tensor.shape, tensor.dtype) == (first.shape, first.dtype) for tensor in slopes
+    )
+    if not same_layout or not has_kernel(first):
         joint = torch.cat(tuple(slopes), dim=-1).flatten(0, -2)
         return joint, None if bias_dtype is None else joint.sum(0).to(bias_dtype)
     columns = first.size(-1)
@@ -45,7 +47,7 @@ def join_slopes(
     joint = first.new_empty((rows, 3 * columns))
     partials = None if bias_dtype is None else empty_partials(joint, 1, BLOCK_ROWS)
     # Attention may return strided gradients.
-    copy_slopes(*(one.contiguous() for one in slopes), joint=joint, partials=partials)
+    copy_slopes(*(tensor.contiguous() for tensor in slopes), joint=joint, partials=partials)
     if partials is None or bias_dtype is None:
         return joint, None
     return joint, add_partials(partials, bias_dtype)[0]

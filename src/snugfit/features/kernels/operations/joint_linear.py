@@ -27,16 +27,16 @@ def lay_side_by_side(tensors: Sequence[torch.Tensor]) -> None:
 
     All their dimensions but the first are equal.
     """
-    if joint_view(tensors) is not None or len({(one.dtype, one.device) for one in tensors}) > 1:
+    if joint_view(tensors) is not None or len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return
     with torch.no_grad():
-        buffer = torch.cat([one.data for one in tensors])
+        buffer = torch.cat([tensor.data for tensor in tensors])
         start = 0
-        for one in tensors:
+        for tensor in tensors:
             # Assigning `data` moves the memory and keeps the parameter, which optimizers and tied modules
             # refer to.
-            one.data = buffer[start : start + one.size(0)]
-            start += one.size(0)
+            tensor.data = buffer[start : start + tensor.size(0)]
+            start += tensor.size(0)
 
 
 def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -44,13 +44,17 @@ def joint_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = tensors[0]
     at, storage = first.storage_offset(), first.untyped_storage()._cdata
     rows = 0
-    for one in tensors:
-        alike = (one.dtype, one.stride(), one.shape[1:]) == (first.dtype, first.stride(), first.shape[1:])
+    for tensor in tensors:
+        same_layout = (tensor.dtype, tensor.stride(), tensor.shape[1:]) == (
+            first.dtype,
+            first.stride(),
+            first.shape[1:],
+        )
         # The next tensor must begin where the previous one ends.
-        lies = one.untyped_storage()._cdata == storage and one.storage_offset() == at
-        if not (alike and lies and one.is_contiguous()):
+        is_adjacent = tensor.untyped_storage()._cdata == storage and tensor.storage_offset() == at
+        if not (same_layout and is_adjacent and tensor.is_contiguous()):
             return None
-        at, rows = at + one.numel(), rows + one.size(0)
+        at, rows = at + tensor.numel(), rows + tensor.size(0)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
@@ -61,7 +65,7 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     """
     view = joint_view(tensors)
     # A cast or a move has separated the weights in memory, so this pass concatenates them again.
-    return (torch.cat([one.detach() for one in tensors]) if view is None else view).to(dtype)
+    return (torch.cat([tensor.detach() for tensor in tensors]) if view is None else view).to(dtype)
 
 
 def joint_linear(
@@ -95,7 +99,7 @@ class JointLinear(torch.autograd.Function):
             joint = torch.nn.functional.linear(inner, weight, bias)
         ctx.save_for_backward(inner, weight)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
-        ctx.sizes = [one.size(0) for one in weights]
+        ctx.sizes = [part.size(0) for part in weights]
         return joint.split(ctx.sizes, dim=-1)
 
     @staticmethod

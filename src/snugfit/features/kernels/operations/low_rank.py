@@ -21,7 +21,7 @@ import torch
 from snugfit.features.kernels.operations.dropped_rows import add_dropped_rows, drop_rows
 from snugfit.features.kernels.operations.operators import autocast_device, define, has_kernel
 from snugfit.features.kernels.operations.products import NARROW
-from snugfit.features.kernels.operations.seeds import HIGHEST
+from snugfit.features.kernels.operations.seeds import MAX_SEED
 
 _SPLIT_HALVES = define(
     "split_halves(Tensor wide, Tensor? added, float scale, *, Tensor(a!) high, Tensor(b!) low, Tensor(c!) "
@@ -70,7 +70,10 @@ class LowRankUpdate(NamedTuple):
         """Return the updates of a product of these rows (T, H). `factors` are A and B of each adapter in
         turn, and `spans` are not empty.
         """
-        downs, ups = [one.detach() for one in factors[::2]], [one.detach() for one in factors[1::2]]
+        downs, ups = (
+            [factor.detach() for factor in factors[::2]],
+            [factor.detach() for factor in factors[1::2]],
+        )
         # Under autocast peft also rounds the factors. Without it, peft casts the rows to a wider dtype.
         autocast = torch.is_autocast_enabled(autocast_device(rows))
         if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
@@ -93,14 +96,14 @@ class LowRankUpdate(NamedTuple):
         rank = sum(ranks)
         down = rows.new_empty((3 * rank, rows.size(1)))
         for wide, *parts in zip(downs, *(part.split(ranks) for part in down.chunk(3)), strict=True):
-            high, again, low = parts
-            _split(wide, None, (high, low, again))
+            high, low_copy, low = parts
+            _split(wide, None, (high, low, low_copy))
         parted = [rows.new_empty((len(up), 3 * up.size(1))) for up in ups]
         for up, span, out in zip(ups, spans, parted, strict=True):
-            high, again, low = out.chunk(3, 1)
-            _split(up, None, (high, low, again), span.scale)
+            high, low_copy, low = out.chunk(3, 1)
+            _split(up, None, (high, low, low_copy), span.scale)
         columns, seed = rows.new_empty((len(rows), 3 * rank)), _draw(rows, spans)
-        outs = columns.split([3 * one for one in ranks], 1)
+        outs = columns.split([3 * width for width in ranks], 1)
         # The last two of the three parts sum to A.
         sums = _columns(rows, spans, seed, lambda inputs: _wide_product(inputs, down[rank:].t()), halves=2)
         for half, other, out in zip(sums[::2], sums[1::2], outs, strict=True):
@@ -169,7 +172,7 @@ class LowRankUpdate(NamedTuple):
         `rows` returns the rows (T, H), and is called only if an A needs a gradient. All A are slices of one
         tensor.
         """
-        given: list[torch.Tensor | None] = [None] * len(needed)
+        gradients: list[torch.Tensor | None] = [None] * len(needed)
         if any(needed[::2]):
             # The first two of the three parts sum to the gradients.
             used = slopes[:, : min(self.parts, 2) * self.rank].t()
@@ -181,14 +184,16 @@ class LowRankUpdate(NamedTuple):
                 halves=min(self.parts, 2),
             )
             of_downs = turned if self.parts == 1 else map(torch.add, turned[::2], turned[1::2])
-            given[::2] = [one.t().to(dtypes[0]) for one in of_downs]
+            gradients[::2] = [gradient.t().to(dtypes[0]) for gradient in of_downs]
         for index, (span, _, part) in enumerate(self._by_adapter()):
             if needed[2 * index + 1]:
                 slope = of_product[:, span.start : span.stop].t()
                 of_up = _wide_product(slope, part[:, : min(self.parts, 2) * span.rank])
                 of_up = of_up if self.parts == 1 else _add_halves(of_up)
-                given[2 * index + 1] = of_up.mul_(span.scale).to(dtypes[2 * index + 1])
-        return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+                gradients[2 * index + 1] = of_up.mul_(span.scale).to(dtypes[2 * index + 1])
+        return [
+            gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)
+        ]
 
     def _by_adapter(self) -> list[tuple[AdapterSpan, torch.Tensor, torch.Tensor]]:
         """Return for each adapter its span of columns, its B and its columns of S."""
@@ -204,7 +209,7 @@ def _draw(rows: torch.Tensor, spans: Sequence[AdapterSpan]) -> torch.Tensor | No
     """Return a seed, drawn by torch's generator, if adapters drop elements of their input; otherwise None."""
     if not any(span.drops for span in spans):
         return None
-    return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=rows.device)
+    return torch.randint(MAX_SEED, (1,), dtype=torch.int64, device=rows.device)
 
 
 def _columns(
@@ -227,7 +232,9 @@ def _columns(
             multiply(drop_rows(rows, seed, site, span.drops)).split(ranks, 1)
             for site, span in enumerate(spans)
         ]
-    return [parts[index] for own, parts in enumerate(every) for index in range(own, len(ranks), len(spans))]
+    return [
+        parts[index] for target, parts in enumerate(every) for index in range(target, len(ranks), len(spans))
+    ]
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -248,11 +255,11 @@ def _split(
 
     `out` has tensors for the nearest numbers, for the remainders, and for the nearest numbers again.
     """
-    high, low, again = out
+    high, low, low_copy = out
     if has_kernel(wide):
-        _SPLIT_HALVES(wide, added, scale, high=high, low=low, again=again)
+        _SPLIT_HALVES(wide, added, scale, high=high, low=low, again=low_copy)
     else:
-        reference(wide, added, scale, high, low, again)
+        reference(wide, added, scale, high, low, low_copy)
 
 
 def reference(
@@ -261,13 +268,13 @@ def reference(
     scale: float,
     high: torch.Tensor,
     low: torch.Tensor,
-    again: torch.Tensor,
+    low_copy: torch.Tensor,
 ) -> None:
     """Write the parts of scale * (wide + added), in plain torch."""
     value = (wide if added is None else wide + added) * scale
     high.copy_(value)
     low.copy_(value - high.to(value.dtype))
-    again.copy_(high)
+    low_copy.copy_(high)
 
 
 def _add_halves(sums: torch.Tensor) -> torch.Tensor:

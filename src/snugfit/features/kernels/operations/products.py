@@ -11,7 +11,7 @@ from snugfit.features.kernels.operations.operators import has_kernel
 
 NARROW = (torch.bfloat16, torch.float16)
 
-_KEEPING = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_CACHING_MODES = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 """Class names of the modes in which selective checkpointing stores and reuses results of operators."""
 
 
@@ -22,7 +22,7 @@ def results_are_kept() -> bool:
     That is so while one of its modes is on, for the forward pass or for the recomputation.
     """
     modes = _get_current_dispatch_mode_stack()
-    return any(type(mode).__name__ in _KEEPING for mode in modes)
+    return any(type(mode).__name__ in _CACHING_MODES for mode in modes)
 
 
 def weight_gradient(of_product: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Projections(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Return the sizes and numbers of the tensors, from which a backward pass finds them."""
-        shapes = [one.shape for one in self.states or self.weights]
+        shapes = [tensor.shape for tensor in self.states or self.weights]
         sizes = tuple(int(shape[0]) for shape in shapes)
         spans, start = [], 0
         for size, adapter in zip(sizes, self.adapters or [None] * len(sizes), strict=True):
@@ -96,7 +96,7 @@ class JointProduct(NamedTuple):
         weights, biases, factors = layout.separate(tensors)
         matrices = weights if layout.states else [join_weights(weights, rows.dtype)]
         update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
-        joint = cls(layout, [one.dtype for one in tensors], matrices, update)
+        joint = cls(layout, [tensor.dtype for tensor in tensors], matrices, update)
         return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
 
     @classmethod
@@ -167,16 +167,18 @@ class JointProduct(NamedTuple):
         for_weights, for_biases, for_factors = self.layout.separate(needed)
         weights, biases, factors = self.layout.separate(self.dtypes)
         rows_once = functools.cache(rows)
-        given: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
+        gradients: list[torch.Tensor | None] = [None] * (len(for_weights) + len(for_biases))
         # A single product gives the gradients of all weights as slices.
         if any(for_weights):
             of_weights = weight_gradient(of_product, rows_once(), weights[0])
-            given[: len(weights)] = of_weights.split(self.layout.sizes)
+            gradients[: len(weights)] = of_weights.split(self.layout.sizes)
         if any(for_biases):
-            given[len(weights) :] = of_product.sum(0).to(biases[0]).split(self.layout.sizes)
+            gradients[len(weights) :] = of_product.sum(0).to(biases[0]).split(self.layout.sizes)
         if self.update is not None and slopes is not None:
-            given += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
-        return [one if asked else None for one, asked in zip(given, needed, strict=True)]
+            gradients += self.update.gradients(of_product, slopes, rows_once, for_factors, factors)
+        return [
+            gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)
+        ]
 
 
 def lora_linear(x: torch.Tensor, projections: Projections) -> tuple[torch.Tensor, ...]:

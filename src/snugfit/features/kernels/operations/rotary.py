@@ -100,7 +100,9 @@ def rotate_backward(
     if not has_kernel(gradients[0]):
         return reference_backward(gradients, angles, product, norms)
     # The kernel supports any strides except for the last dimension.
-    query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in gradients)
+    query, key, value = (
+        gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in gradients
+    )
     tokens, width = query.size(0) * query.size(2), query.size(3)
     into = query.new_empty((tokens, (query.size(1) + 2 * key.size(1)) * width))
     # The gradient of a rotation is the opposite rotation, which only needs the angles.
@@ -136,7 +138,7 @@ def reference_backward(
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute the gradients of `rotate` in plain torch, as a reference for the kernel `rotate_backward`."""
-    query, key, value = (one.transpose(1, 2) for one in gradients)  # (B, S, heads, D)
+    query, key, value = (gradient.transpose(1, 2) for gradient in gradients)  # (B, S, heads, D)
     heads = Heads(query.size(2), key.size(2), query.size(3))
     wide = torch.promote_types(query.dtype, torch.float32)
     # Angles are equal for all heads.

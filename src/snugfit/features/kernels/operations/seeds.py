@@ -2,17 +2,17 @@
 
 A draw on the device lets each replay of a captured step draw a new seed. With torch's generator, code that
 saves and restores that generator covers dropout too. The seed travels with the residual stream, at nodes of
-autograd's graph (`CARRIED`).
+autograd's graph (`SEED_ATTRIBUTE`).
 """
 
 from __future__ import annotations
 
 import torch
 
-HIGHEST = 1 << 62
+MAX_SEED = 1 << 62
 """Exclusive upper bound of random seeds (chosen: half of int64's range)."""
 
-CARRIED = "dropout_seed"
+SEED_ATTRIBUTE = "dropout_seed"
 """Name of an autograd node's attribute that holds the dropout seed of its forward pass."""
 
 
@@ -34,7 +34,7 @@ class Seeds:
             return _draw(device)  # nothing is carried there, forward or again
         # A recomputed layer finds the seed of its own forward pass, because a checkpoint restores the input's
         # node.
-        carried: torch.Tensor | None = getattr(stream.grad_fn, CARRIED, None)
+        carried: torch.Tensor | None = getattr(stream.grad_fn, SEED_ATTRIBUTE, None)
         if carried is not None:
             return carried
         # A recomputed layer draws the same seed, because recomputation restores the random generator.
@@ -46,7 +46,7 @@ class Seeds:
 
 
 def _draw(device: torch.device) -> torch.Tensor:
-    return torch.randint(HIGHEST, (1,), dtype=torch.int64, device=device)
+    return torch.randint(MAX_SEED, (1,), dtype=torch.int64, device=device)
 
 
 HOOKS, REENTRANT = "hooks", "reentrant"

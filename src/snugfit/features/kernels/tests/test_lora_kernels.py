@@ -23,7 +23,7 @@ from snugfit.features.kernels.operations.adapted import objection, projections_o
 from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.philox import keep_mask, threshold
 from snugfit.features.kernels.operations.projections import lora_linear
-from snugfit.features.kernels.operations.seeds import HIGHEST
+from snugfit.features.kernels.operations.seeds import MAX_SEED
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.allocator import replay
@@ -168,7 +168,7 @@ def test_dropout_of_adapters_has_a_mask_for_each(dtype: torch.dtype) -> None:
     plain = three(dtype, r=4, lora_dropout=0.3, targets=["q", "v"]).train()
     exact = copy.deepcopy(plain).double()
     torch.manual_seed(11)
-    seed = torch.randint(HIGHEST, (1,))
+    seed = torch.randint(MAX_SEED, (1,))
     for site, layer in enumerate((exact.base_model.model.q, exact.base_model.model.v)):
         layer.lora_dropout["default"] = Masked(seed, site, threshold(0.3))
     x = torch.randn(64, HIDDEN, dtype=dtype)

@@ -20,7 +20,7 @@ from snugfit.errors import RecipeError, RehearsalError
 from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.features.kernels.without_padding.attention import _one_by_one, attend
 from snugfit.features.kernels.without_padding.hooks import drop_padding, keep_first_tokens
-from snugfit.features.kernels.without_padding.rows import Filling, RowRules, as_rows, without_padding
+from snugfit.features.kernels.without_padding.rows import PaddedLengths, RowRules, as_rows, without_padding
 from snugfit.job.batch import REAL_VALUES
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Phase, Task
@@ -146,7 +146,7 @@ def test_encoders_give_the_same_losses_and_gradients(family: str, task: Task) ->
     batch = encoder_batch(job)
     loss, padded = grads_of(job, "sdpa", batch)
     rules = RowRules.of(build_model(job, wide("sdpa"), CPU))
-    for given in (batch, *as_rows([batch], rules), *as_rows([batch], rules, Filling(8, 16))):
+    for given in (batch, *as_rows([batch], rules), *as_rows([batch], rules, PaddedLengths(8, 16))):
         packed_loss, packed = grads_of(job, PADDING_FREE, given)
         assert packed_loss == pytest.approx(loss, rel=1e-6), "losses are computed in 32 bits"
         for name, gradient in padded.items():
@@ -258,7 +258,7 @@ def test_a_batch_becomes_one_row_with_the_positions_that_its_tokens_had(left: bo
 
 def test_rows_that_are_recorded_have_few_lengths() -> None:
     """Sequences without labels fill the rows up. Values other than tensors are the same in all rows."""
-    filling = Filling(8, 16)
+    filling = PaddedLengths(8, 16)
     (row,) = as_rows([uneven()], RowRules(shifts=True), filling)
     assert row["input_ids"].shape == row["position_ids"].shape == (1, 32), "29 tokens, by 8"
     assert row["cu_seq_lens_q"].tolist() == [0, 16, 19, 20, 29, 32]
@@ -269,12 +269,12 @@ def test_rows_that_are_recorded_have_few_lengths() -> None:
     assert other["input_ids"].shape == (1, 24)
     assert other["cu_seq_lens_q"].tolist() == [0, 9, 12, 13, 22, 24]
     assert other["max_length_q"] == 16
-    assert Filling(64, 384).step(8) == 192, "sixteen lengths of 3,072 tokens"
+    assert PaddedLengths(64, 384).step(8) == 192, "sixteen lengths of 3,072 tokens"
 
 
 def test_micro_batches_of_as_many_samples_are_as_long_as_each_other() -> None:
     pieces = [{name: value[rows] for name, value in uneven().items()} for rows in ([0], [1], [2, 3])]
-    rows = as_rows(pieces, RowRules(shifts=True), Filling(4, 16))
+    rows = as_rows(pieces, RowRules(shifts=True), PaddedLengths(4, 16))
     assert [row["input_ids"].shape[1] for row in rows] == [16, 16, 12]
     assert rows[1]["cu_seq_lens_q"].tolist() == [0, 3, 16], "extra room for the longest sequence"
     assert rows[2]["cu_seq_lens_q"].tolist() == [0, 1, 10, 12]
@@ -285,7 +285,7 @@ def test_micro_batches_of_as_many_samples_are_as_long_as_each_other() -> None:
 def test_a_row_that_stands_for_others_still_does() -> None:
     batch = {name: value[:1].expand(4, -1) for name, value in uneven().items()}
     setattr(batch["input_ids"], REAL_VALUES, lambda: batch["input_ids"] + torch.arange(4)[:, None])
-    (row,) = as_rows([batch], RowRules(shifts=True), Filling(64, 16))
+    (row,) = as_rows([batch], RowRules(shifts=True), PaddedLengths(64, 16))
     real = getattr(row["input_ids"], REAL_VALUES)()
     assert real.shape == row["input_ids"].shape == (1, 64)
     assert real[0, 16:32].tolist() == (batch["input_ids"][0] + 1).tolist()

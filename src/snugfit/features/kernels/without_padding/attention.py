@@ -27,10 +27,10 @@ def register() -> None:
     AttentionInterface.register(PADDING_FREE, attend)
 
 
-WIDEST = 256
+MAX_HEAD_SIZE = 256
 """Largest head size that the kernels support."""
 
-WIDTH_IN = 8
+HEAD_SIZE_MULTIPLE = 8
 """Supported head sizes are multiples of this number."""
 
 
@@ -70,10 +70,11 @@ def attend(
         out = _one_by_one(query, key, value, cu_seq_lens_q, dropout, scaling, causal, window)
         return out.transpose(1, 2), None
     width = query.size(-1)
-    if dtype not in (torch.bfloat16, torch.float16) or width > WIDEST or width % WIDTH_IN:
+    if dtype not in (torch.bfloat16, torch.float16) or width > MAX_HEAD_SIZE or width % HEAD_SIZE_MULTIPLE:
         raise RecipeError(
-            f"{PADDING_FREE} takes bfloat16 or float16 and heads of up to {WIDEST} numbers, a multiple of "
-            f"{WIDTH_IN}. {type(module).__name__} gives heads of {width} numbers in {dtype}. Take 'sdpa'."
+            f"{PADDING_FREE} takes bfloat16 or float16 and heads of up to {MAX_HEAD_SIZE} numbers, a "
+            f"multiple of {HEAD_SIZE_MULTIPLE}. {type(module).__name__} gives heads of "
+            f"{width} numbers in {dtype}. Take 'sdpa'."
         )
     rows = [operand.transpose(1, 2)[0] for operand in (query, key, value)]  # (N, H or G, D)
     # FlashAttention counts neighbours on each side, without the token itself.
@@ -107,11 +108,15 @@ def _refuse_unknown(
             f"{name} does not know where sequences of a batch end, so {PADDING_FREE} would mix them. Take "
             "'sdpa' for this model; for generation, model.set_attn_implementation('sdpa')."
         )
-    asked = [what for what in ("softcap", "s_aux", "position_bias") if extra.get(what) is not None]
+    unsupported = [
+        option for option in ("softcap", "s_aux", "position_bias") if extra.get(option) is not None
+    ]
     if mask is not None:
-        asked.append("a mask of its own")
-    if asked:
-        raise RecipeError(f"{name} needs {', '.join(asked)}, which {PADDING_FREE} does not have. Try 'sdpa'.")
+        unsupported.append("a mask of its own")
+    if unsupported:
+        raise RecipeError(
+            f"{name} needs {', '.join(unsupported)}, which {PADDING_FREE} does not have. Try 'sdpa'."
+        )
 
 
 def _one_by_one(
@@ -136,13 +141,13 @@ def _one_by_one(
         # The filling of a row may consist of empty sequences.
         if start == end:
             continue
-        one, mask = slice(start, end), None
+        rows, mask = slice(start, end), None
         if window is not None and window < end - start:
             mask = _window(end - start, window, causal, query.device)
         # The CPU has no such kernel, so sequences are computed one by one.
         parts.append(
             torch.nn.functional.scaled_dot_product_attention(
-                query[:, :, one].to(value.dtype), key[:, :, one].to(value.dtype), value[:, :, one],
+                query[:, :, rows].to(value.dtype), key[:, :, rows].to(value.dtype), value[:, :, rows],
                 attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, scale=scaling,
                 enable_gqa=grouped,
             )
@@ -155,5 +160,5 @@ def _window(length: int, window: int, causal: bool, device: torch.device) -> tor
     import torch
 
     places = torch.arange(length, device=device)
-    apart = places[:, None] - places[None, :]
-    return (apart < window) & (apart >= (0 if causal else 1 - window))
+    distance = places[:, None] - places[None, :]
+    return (distance < window) & (distance >= (0 if causal else 1 - window))

@@ -57,27 +57,27 @@ class _PaddingHooks:
         # Shape of the last batch, to which its logits are restored.
         self._spread: tuple[torch.Size, torch.Tensor | None] | None = None
 
-    def pack(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def pack(self, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of the model's forward pass, with the batch as one row without padding."""
         import torch
 
         # After a failed pass, the shape of its batch must not remain.
         self._spread = None
-        if given.get("cu_seq_lens_q") is not None:  # one row already: from the loop, a collator,
-            return args, given  # or the hooks of a model's copy
-        if args or not torch.is_tensor(given.get("input_ids")):
+        if keywords.get("cu_seq_lens_q") is not None:  # one row already: from the loop, a collator,
+            return args, keywords  # or the hooks of a model's copy
+        if args or not torch.is_tensor(keywords.get("input_ids")):
             raise RecipeError(
                 f"{PADDING_FREE} takes batches of input_ids by name: model(input_ids=..., "
                 "attention_mask=..., labels=...). Take 'sdpa' for others."
             )
-        packed, places = without_padding(given, self._rules)
+        packed, places = without_padding(keywords, self._rules)
         # A loop without labels, or in evaluation, reads logits in the batch's shape.
-        whole_logits = not model.training or given.get("labels") is None
+        whole_logits = not model.training or keywords.get("labels") is None
         if whole_logits and not self._rules.pools_first:
-            self._spread = (given["input_ids"].shape, places)
+            self._spread = (keywords["input_ids"].shape, places)
         return args, packed
 
-    def unpack(self, model: Any, args: Any, given: Any, out: Any) -> Any:
+    def unpack(self, model: Any, args: Any, keywords: Any, out: Any) -> Any:
         """Return the model's output, with its logits in the original shape of the batch."""
         spread, self._spread = self._spread, None
         if spread is not None and getattr(out, "logits", None) is not None:
@@ -103,14 +103,14 @@ def _layers_of(model: Any) -> torch.nn.Module:
     return layers
 
 
-def keep_first_tokens(layers: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
+def keep_first_tokens(layers: Any, args: Any, keywords: dict[str, Any], out: Any) -> Any:
     """Replace an encoder's output, a row (1, N, H), by the first token of each sequence, (B, 1, H), for the
     head. It is a forward hook of the layers.
     """
-    ends = given.get("cu_seq_lens_q")
+    ends = keywords.get("cu_seq_lens_q")
     tokens = out.last_hidden_state
     if ends is not None and tokens.size(0) == 1:
         # The filling of a captured step's row has sequences that do not belong to the batch.
-        count = given.get(COUNT, ends.numel() - 1)
+        count = keywords.get(COUNT, ends.numel() - 1)
         out.last_hidden_state = tokens[0].index_select(0, ends[:count]).unsqueeze(1)
     return out

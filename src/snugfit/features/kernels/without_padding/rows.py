@@ -23,10 +23,10 @@ from snugfit.step.applier import fill_multiple
 if TYPE_CHECKING:
     import torch
 
-OF_ITS_OWN_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+UNSHIFTED_LABEL_SUFFIXES = ("ForMaskedLM", "ForTokenClassification")
 """Endings of transformers' class names of models that compare logits with the label of the same token."""
 
-OF_THE_FIRST_TOKEN = "ForSequenceClassification"
+POOLED_HEAD_SUFFIX = "ForSequenceClassification"
 """Ending of transformers' class names of encoders whose head reads only a sequence's first token."""
 
 COUNT = "sequence_count"
@@ -56,16 +56,16 @@ class RowRules:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         name, config = type(base).__name__, getattr(base, "config", None)
         offset = getattr(config, "model_type", None) in OFFSET_BY_PADDING
-        pools_first = name.endswith(OF_THE_FIRST_TOKEN)
+        pools_first = name.endswith(POOLED_HEAD_SUFFIX)
         return cls(
-            shifts=not name.endswith(OF_ITS_OWN_TOKEN) and not pools_first,
+            shifts=not name.endswith(UNSHIFTED_LABEL_SUFFIXES) and not pools_first,
             pools_first=pools_first,
             padding_token=config.pad_token_id if config is not None and offset else None,
         )
 
 
 @dataclass(frozen=True)
-class Filling:
+class PaddedLengths:
     """The few lengths to which rows of concatenated sequences are padded, so that few tensor shapes occur."""
 
     multiple: int
@@ -89,11 +89,11 @@ def rows_of_step(loop: Any, model: Any, pieces: Sequence[Mapping[str, Any]]) -> 
     longest = loop.job.sequence_length if loop.job.model.module is None else 1
     multiple = fill_multiple(loop)
     # A captured step (CUDA graph) needs few distinct lengths, so rows are filled up.
-    return as_rows(pieces, RowRules.of(model), Filling(multiple, longest) if multiple else None)
+    return as_rows(pieces, RowRules.of(model), PaddedLengths(multiple, longest) if multiple else None)
 
 
 def as_rows(
-    pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: Filling | None = None
+    pieces: Sequence[Mapping[str, Any]], rules: RowRules, filling: PaddedLengths | None = None
 ) -> list[dict[str, Any]]:
     """Return host micro-batches (B, S) as rows (1, N), with `filling` padded to one length. Batches that are
     rows already, or have no tokens, stay unchanged.
@@ -120,7 +120,7 @@ def _token_count(piece: Mapping[str, Any]) -> int:
 
 
 def _filled_up(
-    piece: Mapping[str, Any], rules: RowRules, filling: Filling, most: int, is_alone: bool
+    piece: Mapping[str, Any], rules: RowRules, filling: PaddedLengths, most: int, is_alone: bool
 ) -> dict[str, Any]:
     """Return a micro-batch as a row padded to `most` tokens. The added tokens form sequences too, as many for
     each row of its length, and some of them empty. If the row `is_alone`, fewer tokens are added than the

@@ -17,7 +17,7 @@ from snugfit.cli.main import run
 from snugfit.features.lengths.dataset import Lengths
 from snugfit.features.lengths.length_plan import Cut, LengthPlan
 from snugfit.features.lengths.padding import Way
-from snugfit.features.lengths.report import ASSUMPTION, answer, render, tables
+from snugfit.features.lengths.report import ASSUMPTION, best_way, render, tables
 from snugfit.features.lengths.sizes import Size
 from snugfit.job.gpu import find_gpu
 from snugfit.planning.plan import Choice, Counts, Plan
@@ -250,7 +250,7 @@ def test_the_table_of_the_docs_is_the_command_s_own() -> None:
     assert plan.lengths == replace(
         Lengths.read(root / "results/lengths-2026-11-20/lengths.json"), source=plan.lengths.source
     )
-    assert answer(plan) in page
+    assert best_way(plan) in page
     shown = [
         line for line in page.splitlines() if line.startswith(("| one length", "| at random", "| grouped"))
     ]

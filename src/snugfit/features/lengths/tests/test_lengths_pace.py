@@ -11,7 +11,7 @@ import pytest
 from small_models import small_job
 from snugfit.features.lengths import length_profile as pacing
 from snugfit.features.lengths.kernel_interpolation import KernelInterpolator, LengthSample, NotInterpolable
-from snugfit.features.lengths.length_profile import SOME_PADDING, TOLERANCE, LengthProfiler
+from snugfit.features.lengths.length_profile import SIMULATED_PADDING, TOLERANCE, LengthProfiler
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -114,7 +114,7 @@ def test_seconds_between_many_lengths_lie_on_lines(monkeypatch: pytest.MonkeyPat
 def test_bytes_are_those_of_the_prediction(length: int, padded: bool) -> None:
     job = small_job("llama", layers=1, batch_size=6)
     known = pace(job, "bf16 + micro_batches(3) + expandable")
-    asked = replace(job, sequence_length=length, padding=SOME_PADDING if padded else 0.0)
+    asked = replace(job, sequence_length=length, padding=SIMULATED_PADDING if padded else 0.0)
     real = predict(asked, known.recipe, gpu=H200)
     assert known.bytes(length, padded).needed_bytes == real.needed_bytes
     assert known.bytes(length, padded).reserved_bytes == real.footprint.reserved_bytes

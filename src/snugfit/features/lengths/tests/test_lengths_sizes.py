@@ -12,7 +12,7 @@ import pytest
 
 from small_models import small_job
 from snugfit.features.lengths.length_profile import LengthProfiler, without_alignment_cost
-from snugfit.features.lengths.sizes import WORTH, Size, sizes_of
+from snugfit.features.lengths.sizes import MIN_GAIN, Size, sizes_of
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -77,7 +77,7 @@ def test_a_vocabulary_of_odd_rows(found: Callable[..., dict[str, Size]]) -> None
     assert odd.timing is not None
     assert size.step_seconds == pytest.approx(even.timing.step_seconds)
     assert size.gain == pytest.approx(odd.timing.step_seconds / even.timing.step_seconds - 1)
-    assert size.gain > WORTH
+    assert size.gain > MIN_GAIN
     assert size.more_bytes == even.needed_bytes - odd.needed_bytes
     assert "vocabulary up" not in found(job, unaligned=1.0)
 

@@ -37,7 +37,7 @@ from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
-from snugfit.planning.request import refuse_what_cannot_be_called
+from snugfit.planning.request import refuse_non_callables
 from snugfit.report.watching import Watching
 from snugfit.step.applier import change_live, loader_arguments, make_scaler, objections, set_process
 from snugfit.step.applier import refuse as refuse_for
@@ -92,14 +92,14 @@ def accelerate(
     `NothingFits` for a plan without a fitting recipe. Nothing has changed then.
     """
     options_of({"logging_steps": logging_steps, "save_total_limit": save_total_limit})
-    refuse_what_cannot_be_called(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
+    refuse_non_callables(loss=loss, items=items, scheduler=getattr(scheduler, "step", scheduler))
     watch = watch or Watching(logging_steps, bar=False)
     device = _device_of(model, optimizer)
     keeps = output_dir is not None
     job = job_of(model, optimizer, loader, device, loss=loss, clip=clip, dims=batch_dims, resumes=keeps)
     recipe = recipe_of(plan, job)
     recipe.check(job, capability_of(device))
-    live = live_of(model, recipe, device)
+    live = live_training(model, recipe, device)
     refuse(live, optimizer, loader, scheduler, keeps=keeps)
     # From here on, the folder is locked. If the rest fails, it is unlocked.
     with contextlib.ExitStack() as unless_it_begins:
@@ -273,11 +273,11 @@ def recipe_of(plan: Any, job: Job) -> Recipe:
     return Recipe.parse(plan.best.recipe)
 
 
-def _schedule(given: Any, optimizer: Any) -> Any:
+def _schedule(schedule: Any, optimizer: Any) -> Any:
     """Return the user's learning-rate schedule, or a `NoSchedule` if there is none."""
-    if given is None:
+    if schedule is None:
         return NoSchedule()
-    return given if is_schedule(given) else given(optimizer)
+    return schedule if is_schedule(schedule) else schedule(optimizer)
 
 
 @final
@@ -329,9 +329,9 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
-        where = "has no parameters" if not devices else f"is on {', '.join(devices)}"
+        problem = "has no parameters" if not devices else f"is on {', '.join(devices)}"
         raise UsageError(
-            f"The model {where}. accelerate trains a model on one device. Move it: model.to(...)."
+            f"The model {problem}. accelerate trains a model on one device. Move it: model.to(...)."
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -345,11 +345,11 @@ def device_of_model(model: Any, optimizer: Any) -> torch.device:
     return torch.device(devices[0])
 
 
-def _kind(given: Any, article: str = "a") -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else f"{article} {type(given).__name__}"
+def _kind(value: Any, article: str = "a") -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{article} {type(value).__name__}"
 
 
-def live_of(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
+def live_training(model: Any, recipe: Recipe, device: torch.device) -> LiveTraining:
     """Return the user's model and the recipe as a `LiveTraining`, to which `step/applier.py` applies the
     recipe.
     """
@@ -364,9 +364,9 @@ def user_slots(live: LiveTraining) -> frozenset[Slot]:
     return frozenset(unnamed | {Slot.ADAPTERS} if hasattr(live.model, "peft_config") else unnamed)
 
 
-def is_schedule(given: Any) -> bool:
+def is_schedule(value: Any) -> bool:
     """Return True for a learning-rate schedule, False for a class or a function that creates one."""
-    return not isinstance(given, type) and hasattr(given, "state_dict") and hasattr(given, "step")
+    return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "step")
 
 
 def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, keeps: bool) -> None:
@@ -395,33 +395,33 @@ def refuse(live: LiveTraining, optimizer: Any, loader: Any, scheduler: Any, *, k
             refuse_unpackable("scheduler", schedule, schedule.state_dict(), of)
 
 
-def _trial_optimizer(given: Any, recipe: Recipe) -> Any:
+def _trial_optimizer(optimizer: Any, recipe: Recipe) -> Any:
     """Return the run's optimizer over dummy parameters, with which a schedule is created and checked."""
     import torch
 
-    trial = copy(given)
+    trial = copy(optimizer)
     # A shallow copy shares the states of the user's optimizer, so it gets an empty dict.
     trial.state = defaultdict(dict)
     trial.param_groups = [
-        {**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in given.param_groups
+        {**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in optimizer.param_groups
     ]
     return optimizer_for(None, trial, recipe)
 
 
 def _objections(live: LiveTraining, setup: Setup, optimizer: Any, loader: Any) -> Iterator[str]:
     """Yield a sentence for each conflict between the recipe and the user's optimizer or loader."""
-    another = not live.is_plain(Slot.OPTIMIZER)
+    has_optimizer = not live.is_plain(Slot.OPTIMIZER)
     is_cast = setup.weights_dtype not in (None, dtype_of(live.model))
     # States of earlier steps would not fit the cast weights or the new optimizer.
-    if (another or is_cast) and _has_stepped(optimizer):
+    if (has_optimizer or is_cast) and _has_stepped(optimizer):
         yield "The optimizer has already taken steps. Call accelerate before the first step."
-    elif is_cast and not another and optimizer.state:  # Adagrad creates its states in its constructor
+    elif is_cast and not has_optimizer and optimizer.state:  # Adagrad creates its states in its constructor
         yield (
             f"{live.technique(Slot.PRECISION)}: {_kind(optimizer, 'the')} has states for "
             f"{dtype_of(live.model)} weights already. Convert the model before the optimizer is created, or "
             "leave the precision out."
         )
-    if another and (lost := _lost_decay(optimizer, live.technique(Slot.OPTIMIZER).value)):
+    if has_optimizer and (lost := _lost_decay(optimizer, live.technique(Slot.OPTIMIZER).value)):
         name = live.technique(Slot.OPTIMIZER)
         yield (
             f"{name} has no weight decay, but a group of the optimizer has {lost:g}. Set it to 0, or "
@@ -453,7 +453,7 @@ def apply(live: LiveTraining) -> list[str]:
     return change_live(live, live.recipe.setup(), user_slots(live))
 
 
-def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
+def optimizer_for(model: Any, optimizer: Any, recipe: Recipe) -> Any:
     """Return the recipe's optimizer over the user's parameter groups, with the hyperparameters that it
     supports.
 
@@ -461,11 +461,11 @@ def optimizer_for(model: Any, given: Any, recipe: Recipe) -> Any:
     optimizer.
     """
     if recipe[Slot.OPTIMIZER] == roster.plain(Slot.OPTIMIZER):
-        return given
+        return optimizer
     wish = recipe.setup().optimizer
     groups = [
         {name: group[name] for name in ("params", "initial_lr") if name in group} | known_numbers(wish, group)
-        for group in given.param_groups
+        for group in optimizer.param_groups
     ]
     return make_optimizer(wish, model, groups)
 
@@ -478,6 +478,10 @@ def loader_for(loader: Any, setup: Setup, device: torch.device) -> Any:
 
 def _changed_arguments(loader: Any, setup: Setup, device: torch.device) -> dict[str, Any]:
     """Return the recipe's DataLoader arguments whose values differ from this loader's."""
-    asked = loader_arguments(setup, device)
+    wanted_arguments = loader_arguments(setup, device)
     # If the recipe has no value, the loader keeps its own.
-    return {name: value for name, value in asked.items() if value and value != getattr(loader, name, None)}
+    return {
+        name: value
+        for name, value in wanted_arguments.items()
+        if value and value != getattr(loader, name, None)
+    }

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from snugfit.training.journal import Journal
 
 DATA_POSITION = "hand.json"
-NOT_COMPARED_AS_THEY_ARE = ("recipe", "versions", FACTS)
+COMPARED_IN_PARTS = ("recipe", "versions", FACTS)
 """Entries of a run's description whose parts are compared one by one on resuming."""
 
 CURE = " Name another output_dir, or leave resume() out: then the old checkpoints are renamed."
@@ -137,10 +137,10 @@ class RunCheckpoints:
         if checkpoint is None:
             return False
         now = self._manager.about
-        names = [name for name in now if name not in NOT_COMPARED_AS_THEY_ARE]
+        names = [name for name in now if name not in COMPARED_IN_PARTS]
         refuse_another_run(self._manager, checkpoint, now, names=names, recipe="recipe", cure=CURE)
         if named is not None:
-            self._manager.go_back_to(checkpoint)
+            self._manager.discard_later(checkpoint)
         load_weights(self._state.model, checkpoint.folder)
         restore(self._state, checkpoint.folder)
         with as_written(checkpoint.folder):

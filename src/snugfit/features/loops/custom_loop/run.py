@@ -274,23 +274,23 @@ class HandRun:
         # First check for weights that a gradient hook updates, because no checkpoint could undo that.
         self._backward.raise_if_updated()
         set_rng_states(before, self._state.device)
-        where = ""
+        saved_at = ""
         if self._checkpoints is not None:
             file = write_batch(self._checkpoints.root, self.steps + 1, [batch])
             self._checkpoints.save()
             # The error below names this checkpoint, so it must be complete by then.
             self._checkpoints.wait()
-            where = f" The step's batch is in {file}, next to a checkpoint from before the step."
+            saved_at = f" The step's batch is in {file}, next to a checkpoint from before the step."
         raise SnugfitError(
-            f"Step {self.steps + 1}: {fault}{where} Inspect the batch, or use a smaller learning rate or "
+            f"Step {self.steps + 1}: {fault}{saved_at} Inspect the batch, or use a smaller learning rate or "
             "another precision."
         )
 
     def _out_of_memory(self, exhausted: Exhausted) -> OutOfMemory:
         # The advice may be to split the batch, so the effect of a split on the loss is compared first.
         self._recovery.job = self._step.job_with_mixing(self.job, self.model)
-        smaller, why = self._recovery.replan(self.recipe, exhausted.cause)
-        unplanned = f" (None could be planned: {why})" if why else ""
+        smaller, reason = self._recovery.replan(self.recipe, exhausted.cause)
+        unplanned = f" (None could be planned: {reason})" if reason else ""
         intact = "No weight has changed, so run.save() can save this state"
         if exhausted.phase == "update":
             intact = "Some weights may have changed, so start from the last checkpoint"
@@ -345,9 +345,9 @@ class HandRun:
         stopping = self._checkpoints.interrupts.stopping
         if self._begun and (self._checkpoints.interrupts.wants_checkpoint() or stopping is not None):
             self._checkpoints.save()
-        self._stop_where_asked()
+        self._stop_if_requested()
 
-    def _stop_where_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         stopping = None if self._checkpoints is None else self._checkpoints.interrupts.stopping
         if stopping is not None:
             self.close()
@@ -365,10 +365,10 @@ class HandRun:
         self._at_boundary(loss)
         return loss
 
-    def _checkpoints_for(self, what: str) -> RunCheckpoints:
+    def _checkpoints_for(self, method: str) -> RunCheckpoints:
         self._refuse_closed()
         if self._checkpoints is None:
-            raise UsageError(f"{what}() needs a folder: snugfit.accelerate(..., output_dir='out').")
+            raise UsageError(f"{method}() needs a folder: snugfit.accelerate(..., output_dir='out').")
         return self._checkpoints
 
     def _refuse_closed(self) -> None:
@@ -428,7 +428,7 @@ class EvaluationWatch:
         # One check per step: later modules in this evaluation are not checked again.
         self.end()
         stopping = checkpoints.interrupts.stopping
-        if stopping is not None and self._batches.can_repeat and self._is_as_the_step_left_it():
+        if stopping is not None and self._batches.can_repeat and self._is_unchanged():
             # The evaluation may have drawn random numbers, and the repeated one must draw the same.
             restore_all_rng_states(self._generators, self._state.device)
             checkpoints.save(repeated_loss=self._loss)
@@ -442,7 +442,7 @@ class EvaluationWatch:
         )
         checkpoints.journal.tell("warning", text=text)
 
-    def _is_as_the_step_left_it(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Return True if sampled values of the model and the optimizer's settings are unchanged since the
         last step.
         """

@@ -61,27 +61,33 @@ class CustomStep(TrainingStep):
         batch.
         """
         return job_with_mixing(
-            job, model, self._piece_loss, batch, most=self.rows, context=self.forward_context, again=again
+            job,
+            model,
+            self._piece_loss,
+            batch,
+            max_pieces=self.rows,
+            context=self.forward_context,
+            again=again,
         )
 
 
-def _value(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:
+def _value(loss_function: LossOf | None, model: Any, batch: Mapping[str, Any]) -> Any:
     """Return the result of the user's loss function, or without one the loss in the model's output."""
-    output = model(**batch) if given is None else given(model, dict(batch))
+    output = model(**batch) if loss_function is None else loss_function(model, dict(batch))
     try:
         return loss_of(output)
     except (KeyError, IndexError, TypeError):
         return None
 
 
-def _loss(given: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+def _loss(loss_function: LossOf | None, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     import torch
 
-    loss = _value(given, model, batch)
+    loss = _value(loss_function, model, batch)
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-        what = "the function loss" if given else f"{type(model).__name__}"
+        source = "the function loss" if loss_function else f"{type(model).__name__}"
         raise UsageError(
-            f"A step needs a loss: one number that depends on the model's parameters. But {what} gave "
+            f"A step needs a loss: one number that depends on the model's parameters. But {source} gave "
             f"{_describe(loss)}. Put labels into the batch, or give loss=lambda model, batch: ..."
         )
     return loss

@@ -22,7 +22,7 @@ from small_runs import events
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.loops.trainer import ranks
 from snugfit.features.loops.trainer.parts import trainer_parts
-from snugfit.features.loops.trainer.ranks import recipe_in_each, refuse_what_processes_cannot
+from snugfit.features.loops.trainer.ranks import recipe_in_each, refuse_in_several_processes
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 from tolerance import same_losses, same_parameters
@@ -176,7 +176,7 @@ def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
             return super().compute_loss(*arguments, **more)
 
     trainer = trainer_of(tmp_path, model_of("bert"), classified(), kind=Own)
-    refuse_what_processes_cannot(trainer)  # the run has a single process
+    refuse_in_several_processes(trainer)  # the run has a single process
     launched = {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -187,7 +187,7 @@ def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="2 processes were started, but each one's Trainer trains alone"):
-        refuse_what_processes_cannot(trainer)
+        refuse_in_several_processes(trainer)
     with pytest.raises(UsageError, match=r"snugfit\.accelerate trains a hand-written loop in one"):
         snugfit.accelerate(trainer.model, None, [], "plain")  # type: ignore[arg-type]
     for name in launched:
@@ -196,6 +196,6 @@ def test_what_a_trainer_cannot_keep_there_is_refused_by_name(
     trainer.accelerator.state.__dict__["distributed_type"] = DistributedType.MULTI_CPU
     trainer.accelerator.dataloader_config.even_batches = False
     with pytest.raises(UsageError) as refused:
-        refuse_what_processes_cannot(trainer)
+        refuse_in_several_processes(trainer)
     for words in ("one of 2 processes", "a loss of its own", "even_batches=False", "RANK, WORLD_SIZE"):
         assert words in str(refused.value)

@@ -99,7 +99,7 @@ def test_a_method_of_the_models_own_is_called() -> None:
     assert model[0].calls == 2, "all modules are in training mode, and the model restores its norm"
     own = ModuleTree(model[0])
     for name in USED_BY:
-        with own.answering(name):
+        with own.use_cache(name):
             assert len(list(model[0].parameters())) == 1
             assert not set(USED_BY) & set(vars(model[0]))
 
@@ -108,22 +108,22 @@ def test_the_model_answers_from_it_only_within() -> None:
     model = model_of()
     tree = ModuleTree(model)
     for name in USED_BY:
-        with tree.answering(name):
+        with tree.use_cache(name):
             assert vars(model)[name].__self__ is tree
             tree.withdraw()
             assert name not in vars(model)
-        with pytest.raises(KeyError), tree.answering(name):
+        with pytest.raises(KeyError), tree.use_cache(name):
             raise KeyError
         assert name not in vars(model)
     model.train = "the user's"
-    with tree.answering("train"):
+    with tree.use_cache("train"):
         assert model.train == "the user's"
     assert model.train == "the user's"
 
 
 def test_a_copy_that_is_made_meanwhile_is_a_model_of_its_own() -> None:
     model = model_of()
-    with ModuleTree(model).answering("train"):
+    with ModuleTree(model).use_cache("train"):
         twin = copy.deepcopy(model)
     twin.eval()
     assert all(module.training for module in model.modules())
@@ -164,7 +164,7 @@ def test_a_trainer_walks_through_its_modules_once_and_trains_as_before(
         torch.manual_seed(1)
         with monkeypatch.context() as patched:
             if walks:
-                patched.setattr(ModuleTree, "answering", lambda *_: contextlib.nullcontext())
+                patched.setattr(ModuleTree, "use_cache", lambda *_: contextlib.nullcontext())
             trainer.train()
         seen.append((losses_of(trainer), trainer.state.total_flos, counts - asked_before))
     (losses, operations, often), (same_losses, same_operations, seldom) = seen

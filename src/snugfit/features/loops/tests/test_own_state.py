@@ -56,7 +56,7 @@ def test_another_process_draws_on() -> None:
     dataset, resumed = Lazy(), Lazy()
     own = OwnState(dataset)
     dataset.draw()
-    own.look()
+    own.find_generators()
     state = own.state()
     OwnState(resumed).set(state)
     assert resumed.draw() == dataset.draw()

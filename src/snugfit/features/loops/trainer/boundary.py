@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
 from snugfit.features.loops.trainer.live_trainer import loss_since_log
-from snugfit.features.loops.trainer.out_of_memory import go_on_with_less
+from snugfit.features.loops.trainer.out_of_memory import switch_to_smaller
 from snugfit.features.loops.trainer.plan import compared_job
 from snugfit.features.loops.trainer.step_timer import StepFigures
 from snugfit.frontends.items import join_pieces, write_batch
@@ -74,21 +74,21 @@ def end_step(trainer: Any, run: FitRun, figures: StepEnd, go_on: Callable[[StepE
         run.data.end_epoch()
     run.checkpoints.check_first_update()
     interrupts.agree()
-    asked = interrupts.wants_checkpoint()
-    _stop_where_asked(trainer, run)
+    wants_save = interrupts.wants_checkpoint()
+    _stop_if_requested(trainer, run)
     try:
         go_on(figures)
     except EvaluationStopped:
-        _stop_where_asked(trainer, run)
+        _stop_if_requested(trainer, run)
         run.checkpoints.state.rewind_evaluation()
-    if (asked or run.is_stopped) and not run.checkpoints.is_saved:
+    if (wants_save or run.is_stopped) and not run.checkpoints.is_saved:
         trainer.save_now()
     goes_on = ended and not trainer.control.should_training_stop
     if goes_on and not run.ranks.are_many and run.logger.is_thrashing():
-        go_on_with_less(trainer, run)
+        switch_to_smaller(trainer, run)
 
 
-def _stop_where_asked(trainer: Any, run: FitRun) -> None:
+def _stop_if_requested(trainer: Any, run: FitRun) -> None:
     if run.checkpoints.interrupts.stopping is not None:
         run.is_stopped = trainer.control.should_training_stop = True
 
@@ -106,7 +106,7 @@ def evaluate(run: FitRun, go_on: Callable[[], Any]) -> Any:
     try:
         # The evaluation's collate function may share a generator with the training data, which must not
         # advance.
-        with run.data.rng.apart():
+        with run.data.rng.preserve():
             return go_on()
     finally:
         interrupts.watch_modules(None)
@@ -121,14 +121,14 @@ def repeat_evaluation(trainer: Any, run: FitRun) -> None:
     try:
         trainer.repeat_boundary(save=pending["save"], ignored_keys=run.ignored_keys)
     except EvaluationStopped:
-        _stop_where_asked(trainer, run)
+        _stop_if_requested(trainer, run)
     run.checkpoints.state.note_generators()
 
 
 # ---- start of a step, and its check before the update -----------------------------------------------------
 
 
-LEFT_OVER = (
+PARTIAL_BATCH_WARNING = (
     "The data of an epoch ends within a batch: the last {n} of {count} micro-batches are left out, because "
     "they do not fill a step. transformers would add their gradients to the first step of the next epoch."
 )
@@ -144,7 +144,9 @@ def begin_step(trainer: Any, step: StepState) -> None:
         # The Trainer has already added the losses of the failed pass to its sum.
         loss_since_log(trainer).copy_(step.logged_loss_at_start)
         count = trainer.args.gradient_accumulation_steps
-        trainer.snugfit.journal.warn_once(LEFT_OVER.format(n=step.pending_micro_batches, count=count))
+        trainer.snugfit.journal.warn_once(
+            PARTIAL_BATCH_WARNING.format(n=step.pending_micro_batches, count=count)
+        )
     step.pending_micro_batches = len(step.batches)
     step.rng_at_step_start = rng_states(trainer.args.device)
     step.logged_loss_at_start = loss_since_log(trainer).clone()
@@ -178,7 +180,7 @@ def raise_if_non_finite(trainer: Any, run: FitRun, norm: Any) -> None:
     run.checkpoints.save()
     run.checkpoints.wait()
     of_all = " Those of other processes have their numbers." if run.ranks.are_many else ""
-    raise run.ranks.alike(
+    raise run.ranks.common_error(
         SnugfitError(
             f"Step {number}: {NonFinite(loss, size)} The step's batch is in {file}.{of_all} Look at it, or "
             "use a smaller learning rate or another precision."

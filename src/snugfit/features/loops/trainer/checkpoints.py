@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.store import Store
-    from snugfit.training.interrupt import Stops
+    from snugfit.training.interrupt import StopSignals
     from snugfit.training.journal import Journal
 
 FINISHED_TEXT = (
@@ -112,7 +112,7 @@ class TrainerCheckpoints:
         trainer: Any,
         store: Store,
         journal: Journal,
-        interrupts: Stops,
+        interrupts: StopSignals,
         data: DataPosition,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -204,8 +204,8 @@ class TrainerCheckpoints:
         # A resumed run may have another number of processes, if their global batch is the same.
         before = replace(checkpoint, about=with_global_batch(checkpoint.about))
         names, warned = ("batch_size", "samples"), ("processes", SHARDING)
-        how: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
-        refuse_another_run(self._manager, before, with_global_batch(self._about()), **how)
+        options: dict[str, Any] = {"names": names, "warned": warned, "recipe": "asked", "cure": CURE}
+        refuse_another_run(self._manager, before, with_global_batch(self._about()), **options)
 
     def begin(self, resumed_from: str | None) -> None:
         """Restore the run's saved state from its folder, and allocate the memory for copies of checkpoints.
@@ -227,21 +227,21 @@ class TrainerCheckpoints:
             wrong = compare_facts(self.resumed.about, self._about())
             self._manager.refuse_another_run(self.resumed, wrong, [], cure=CURE)
         if self._ranks.is_first:
-            self._make_room()
+            self._rename_older()
         if resumed_from is not None:
             self._parts.restore(state, Path(resumed_from))
         if self._trainer.args.save_strategy != "no" and (self._ranks.is_first or self._parts.is_spread):
             self._manager.prepare(state)
 
-    def _make_room(self) -> None:
+    def _rename_older(self) -> None:
         """Rename the older checkpoints in the folder that this run does not continue. It is called after all
         checks.
         """
-        forget_finished(self.root)
+        remove_finished_result(self.root)
         if self.resumed is None:
             self._manager.set_aside_earlier()
         elif self._goes_back:
-            self._manager.go_back_to(self.resumed)
+            self._manager.discard_later(self.resumed)
 
     def check_first_update(self) -> None:
         """After the first update, raise `SnugfitError` for optimizer states that no checkpoint can store."""
@@ -256,7 +256,7 @@ class TrainerCheckpoints:
         trainer = self._trainer
         step = trainer.state.global_step
         best = trainer.state.best_global_step or None
-        if best is not None and self._ranks.first_answers(lambda: self._is_kept(best)):
+        if best is not None and self._ranks.first_answers(lambda: self._has_step(best)):
             # The Trainer sets the folder's name only after its own save, which this one replaces.
             trainer.state.best_model_checkpoint = str(self.root / f"checkpoint-{best}")
         if self._manager.saved_step == step:
@@ -274,17 +274,17 @@ class TrainerCheckpoints:
             push_checkpoint(trainer, self.root / f"checkpoint-{step}")
         return is_kept
 
-    def _is_kept(self, step: int) -> bool:
+    def _has_step(self, step: int) -> bool:
         """Return True if the folder has a checkpoint of this step, or this is the current step."""
         is_now = step == self._trainer.state.global_step
         return bool(is_now or (self.root / f"checkpoint-{step}").is_dir())
 
-    def _take(self, staging: Staging, go_on: Callable[[], None]) -> Writable | None:
+    def _take(self, staging: Staging, callback: Callable[[], None]) -> Writable | None:
         snapshot = self._snapshot(staging)
         if not isinstance(snapshot, Snapshot) or not self.users_files.any:
             return snapshot
         draft = self._store.new_draft(snapshot.step)
-        return self.users_files.collect(draft, snapshot, go_on)
+        return self.users_files.collect(draft, snapshot, callback)
 
     @property
     def is_saved(self) -> bool:
@@ -367,7 +367,7 @@ FOLDERS_OF_THIS_PROCESS: set[Path] = set()
 """Output folders of earlier runs in this process. Another `train()` with such a folder trains again."""
 
 
-def forget_finished(root: Path) -> None:
+def remove_finished_result(root: Path) -> None:
     """Remove the stored result of a finished `train()` before a run continues or starts in this folder."""
     FOLDERS_OF_THIS_PROCESS.add(root.resolve())
     with suppress(OSError):
@@ -492,7 +492,7 @@ FREE_BEGINNINGS = (
 )  # fmt: skip
 """Name prefixes of further `TrainingArguments` that may differ on resuming."""
 
-OF_THE_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
+BEST_MODEL_ARGUMENTS = ("metric_for_best_model", "greater_is_better")
 """`TrainingArguments` that may be added or removed on resuming, but not changed, because the best value so
 far depends on them.
 """
@@ -539,7 +539,7 @@ def _arguments(trainer: Any) -> Facts:
         for name, value in vars(args).items()
         if name not in FREE
         and not name.startswith((*FREE_BEGINNINGS, "_"))
-        and (value is not None or name not in OF_THE_BEST_MODEL)
+        and (value is not None or name not in BEST_MODEL_ARGUMENTS)
     }
     if not brings_optimizer(trainer):  # so that the optimizer is refused before any weight is restored
         # The suffix `_fused` only selects another kernel of the same optimizer.

@@ -30,7 +30,7 @@ from snugfit.features.loops.trainer.plan import choose, compared_job
 from snugfit.features.loops.trainer.setup import (
     apply,
     refuse_optim_without_package,
-    refuse_what_cannot_be_fitted,
+    refuse_other_objects,
 )
 from snugfit.features.loops.trainer.trainer_class import FittedTrainer, fitted_class
 from snugfit.job.batch_layout import BatchDims
@@ -40,7 +40,7 @@ from snugfit.training.journal import Event, Journal
 from snugfit.training.recovery import cut_warning
 
 
-def say(event: Event) -> None:
+def print_event(event: Event) -> None:
     """Print the warnings and changes of a recipe, one line for each. It is the default callback of `fit`."""
     if text := event.get("text"):
         with suppress(OSError):  # the terminal is closed, and the run continues until its checkpoint
@@ -55,7 +55,7 @@ def fit(
     fidelity: Fidelity | str = Fidelity.SAME,
     batch_dims: BatchDims | None = None,
     compare_code: bool = True,
-    watch: Callable[[Event], None] = say,
+    watch: Callable[[Event], None] = print_event,
 ) -> Any:
     """Prepare `trainer`, a `transformers.Trainer` or a subclass's, to train under `recipe`, and return it.
 
@@ -71,7 +71,7 @@ def fit(
     """
     if isinstance(recipe, str):
         recipe = Recipe.parse(recipe)  # a wrong recipe is refused before any data is read
-    refuse_what_cannot_be_fitted(trainer)
+    refuse_other_objects(trainer)
     if recipe is None:
         refuse_optim_without_package(trainer)
     job = job_of(trainer, batch_dims)
@@ -80,8 +80,8 @@ def fit(
     notes = chosen.recipe.lines_on_cpu() if trainer.args.device.type == "cpu" else ()
     changes = apply(trainer, job, chosen.recipe, chosen.user_slots)
     journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
-    if chosen.says:
-        journal.tell("planned", text=chosen.says)
+    if chosen.note:
+        journal.tell("planned", text=chosen.note)
     for event, lines in (("changed", changes), ("note", notes)):
         for line in lines:
             journal.tell(event, text=line)

@@ -31,9 +31,9 @@ from snugfit.features.loops.trainer.step_timer import StepState, StepTimer, logg
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.manager import open_shared_store
-from snugfit.training.interrupt import Interrupts, Stops
+from snugfit.training.interrupt import Interrupts, StopSignals
 from snugfit.training.ranks import ALONE, Ranks
-from snugfit.training.recovery import Recovery, Unplanned
+from snugfit.training.recovery import PlanFailure, Recovery
 from snugfit.training.rng import preserve_rng
 from snugfit.training.run.loader import Prefetcher
 from snugfit.training.step_logger import StepLogger
@@ -113,7 +113,7 @@ def open_run(trainer: Any, resume_from: str | bool | None) -> Iterator[FitRun]:
         Interrupts(store.root if ranks.is_first else None) as interrupts,
         journal.writing_to(store.root) if ranks.is_first else contextlib.nullcontext(),
     ):
-        data, stops = DataPosition(), Stops(interrupts, ranks)
+        data, stops = DataPosition(), StopSignals(interrupts, ranks)
         checkpoints = TrainerCheckpoints(trainer, store, journal, stops, data, ranks)
         try:
             checkpoints.open(resume_from)
@@ -136,7 +136,7 @@ def _recovery(trainer: Any, journal: Journal) -> Recovery:
     device, plan = trainer.args.device, trainer.snugfit
     changing = {Slot.BATCHING, Slot.CHECKPOINTING} - (plan.user_slots - {Slot.BATCHING})
 
-    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | Unplanned | None:
+    def replan(job: Job, recipe: Recipe, cause: str) -> Recipe | PlanFailure | None:
         with preserve_rng(device):
             recovery.job = compared_job(trainer, job, trainer.snugfit.samples, pieces=recipe.pieces)
             return next_recipe(device, live=True, changing=changing)(recovery.job, recipe, cause)
@@ -182,11 +182,11 @@ class FitPlan:
 # ---- modules -----------------------------------------------------------------------------------------------
 
 
-KNOWN = ("torch.nn.modules.module", "transformers.modeling_utils")
+REPLACEABLE_MODULES = ("torch.nn.modules.module", "transformers.modeling_utils")
 """Modules of libraries whose methods may be replaced. A method that the model overrides is kept."""
 
-_WALKS = ("parameters", "named_parameters", "modules", "named_modules")
-USED_BY = {"train": ("train",), "parameters": _WALKS, "num_parameters": ("num_parameters", *_WALKS)}
+_TRAVERSALS = ("parameters", "named_parameters", "modules", "named_modules")
+USED_BY = {"train": ("train",), "parameters": _TRAVERSALS, "num_parameters": ("num_parameters", *_TRAVERSALS)}
 """Names of the methods that each replaced method calls. All of them must be the library's."""
 
 _VALUES = methodcaller("values")
@@ -256,7 +256,7 @@ class ModuleTree:
         return known[1]
 
     @contextlib.contextmanager
-    def answering(self, name: str) -> Iterator[None]:
+    def use_cache(self, name: str) -> Iterator[None]:
         """Context in which the model's method `name`, one of `USED_BY`, is replaced by the cached one here.
         `withdraw` ends it earlier.
 
@@ -279,7 +279,7 @@ class ModuleTree:
 
 def _is_known(module: nn.Module, name: str) -> bool:
     method = getattr(type(module), name, None)
-    return name not in module.__dict__ and getattr(method, "__module__", "") in KNOWN
+    return name not in module.__dict__ and getattr(method, "__module__", "") in REPLACEABLE_MODULES
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:

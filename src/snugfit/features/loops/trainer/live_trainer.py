@@ -10,7 +10,7 @@ from unittest.mock import patch
 LOGGED = {"loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged"}
 """The Trainer's attributes for losses since its last log, by snugfit's names."""
 
-ON_A_PREPARED_MODEL = ("forward", "_original_forward", "_is_accelerate_prepared")
+PREPARED_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
 """Attributes that `Accelerator.prepare` sets on a model."""
 
 
@@ -118,7 +118,7 @@ def bare_model(model: Any) -> Iterator[None]:
     """Context in which the model's forward pass is the original one, without the wrapper of
     `Accelerator.prepare`.
     """
-    put = {name: model.__dict__.pop(name) for name in ON_A_PREPARED_MODEL if name in model.__dict__}
+    put = {name: model.__dict__.pop(name) for name in PREPARED_ATTRIBUTES if name in model.__dict__}
     if put and "_original_forward" not in put and "forward" in put:  # replaced by the user
         model.__dict__["forward"] = put["forward"]
     try:

@@ -82,7 +82,7 @@ def weigh_among_all(trainer: Any, step: StepState, ranks: Ranks) -> None:
         step.shares = shares_of_all(step.batches, trainer.args.device, ranks, **_counting(trainer))
 
 
-def is_users_own(trainer: Any) -> bool:
+def has_user_loss(trainer: Any) -> bool:
     """Return True if the user's own code computes the loss: a function, or a method of a Trainer subclass."""
     return trainer.compute_loss_func is not None or overrides(trainer, "compute_loss")
 
@@ -98,7 +98,7 @@ def weighed_loss(
     import torch
 
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    is_given = counts and is_users_own(trainer) and "labels" in whole
+    is_given = counts and has_user_loss(trainer) and "labels" in whole
     items, of_whole = items_of(piece), items_of(whole)
     if not items:
         return None
@@ -179,7 +179,7 @@ def problem_of_model_loss(
         return ""
     name = type(trainer.accelerator.unwrap_model(model)).__name__
     if per_micro_batch:
-        return _ALIKE.format(name=name, which="")
+        return _EQUAL_COUNTS.format(name=name, which="")
     return _SUMMED.format(who=name, n=len(step.batches), which="")
 
 
@@ -191,13 +191,13 @@ def problem_of_users_loss(trainer: Any, step: StepState, items: Any) -> str:
     """
     if trainer.snugfit.job.mixes_samples or trainer.snugfit.job.unclear_cut:
         return ""
-    who = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
+    function_name = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
     assumed = trainer.compute_loss_func is not None or (
         trainer.model_accepts_loss_kwargs and items is not None
     )
     if assumed and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
-        return _SUMMED.format(who=who, n=len(step.batches), which=_OF_MEANS)
-    return "" if _counts_evenly(step) else _ALIKE.format(name=who, which=_OF_MEANS)
+        return _SUMMED.format(who=function_name, n=len(step.batches), which=_OF_MEANS)
+    return "" if _counts_evenly(step) else _EQUAL_COUNTS.format(name=function_name, which=_OF_MEANS)
 
 
 def _counts_evenly(step: StepState) -> bool:
@@ -209,7 +209,7 @@ _SUMMED = (
     "of {n} micro-batches, so the gradient would be {n} times too large. Here each micro-batch counts by "
     "its share of the batch{which}."
 )
-_ALIKE = (
+_EQUAL_COUNTS = (
     "Micro-batches have different numbers of items, but transformers would give the losses of {name} the "
     "same weight. Here each micro-batch counts by its share of the batch{which}."
 )

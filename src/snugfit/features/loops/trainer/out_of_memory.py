@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from snugfit.features.loops.trainer.fit_run import FitPlan, FitRun
 
 
-NOT_BY_SEVERAL = "With several GPUs a run does not continue by itself under another recipe."
+SEVERAL_GPUS_ADVICE = "With several GPUs a run does not continue by itself under another recipe."
 
 
 def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
@@ -33,30 +33,30 @@ def retry_step(trainer: Any, run: FitRun, cause: str, message: str) -> None:
     """
     if run.ranks.are_many:
         exhausted = Exhausted(cause=cause, phase="gradients", message=message)
-        text = f"It was rank {run.ranks.rank}. {NOT_BY_SEVERAL} {WHAT_TO_TRY}"
+        text = f"It was rank {run.ranks.rank}. {SEVERAL_GPUS_ADVICE} {WHAT_TO_TRY}"
         raise out_of_memory(exhausted, trainer.snugfit.recipe, trainer.state.global_step, text)
     trainer.model.zero_grad(set_to_none=True)
     number = trainer.state.global_step + 1
     exhausted = Exhausted(cause=cause, phase="gradients", message=message)
-    what = f"Memory ran out in step {number} ({cause}). The step is repeated with the recipe"
-    _go_on(trainer, run, exhausted, number, what)
+    change = f"Memory ran out in step {number} ({cause}). The step is repeated with the recipe"
+    _switch_recipe(trainer, run, exhausted, number, change)
     # The repeated step uses the same random numbers as the failed one.
     set_rng_states(run.step.rng_at_step_start, trainer.args.device)
 
 
-def go_on_with_less(trainer: Any, run: FitRun) -> None:
+def switch_to_smaller(trainer: Any, run: FitRun) -> None:
     """Switch to a recipe with less memory, if there is one. It is called after a step that was slow because
     the allocator often had to free its cache.
     """
     number, exhausted = trainer.state.global_step + 1, short_of_memory()
-    what = (
+    change = (
         f"Memory is too tight ({exhausted.cause} in several steps in a row). From step {number} the recipe is"
     )
-    _go_on(trainer, run, exhausted, number, what)
+    _switch_recipe(trainer, run, exhausted, number, change)
 
 
-def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: str) -> None:
-    """Switch the trainer to the next recipe from step `number` on. `what` describes the change in the
+def _switch_recipe(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, change: str) -> None:
+    """Switch the trainer to the next recipe from step `number` on. `change` describes the change in the
     training log.
     """
     plan: FitPlan = trainer.snugfit
@@ -66,8 +66,8 @@ def _go_on(trainer: Any, run: FitRun, exhausted: Exhausted, number: int, what: s
         run.logger.ignore_retries()
         return
     change_recipe(trainer, chosen)
-    text = f"{what} '{chosen}'. The global batch stays {plan.job.batch_size}."
-    run.recovery.tell(exhausted, plan.recipe, chosen, number, text=text)
+    text = f"{change} '{chosen}'. The global batch stays {plan.job.batch_size}."
+    run.recovery.record_change(exhausted, plan.recipe, chosen, number, text=text)
     run.logger.restart(plan.job, chosen)
     run.logger.watch_retries()
 

@@ -34,7 +34,7 @@ from snugfit.training.rng import preserve_rng
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
-KEPT = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
+UNCHANGED_SLOTS = (Slot.ADAPTERS, Slot.ATTENTION, Slot.ENGINE, Slot.ALLOCATOR, Slot.LOADING)
 """Slots (choices of a recipe) that a plan for a live trainer leaves unchanged.
 
 The model already has its adapters and attention, and the process has already allocated memory. It is unknown
@@ -43,7 +43,7 @@ if the dataset supports workers, and if its batches have one length, for which l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class ChosenRecipe:
     """A recipe for a trainer, with the slots (choices of the recipe) that keep the user's settings."""
 
     recipe: Recipe
@@ -57,13 +57,13 @@ class Chosen:
     default_optimizer: bool = False
     """True if `TrainingArguments` use their default optimizer without naming it."""
 
-    says: str = ""
+    note: str = ""
     """Sentence with the reason for this recipe."""
 
 
 def choose(
     trainer: Any, job: Job, recipe: Recipe | None, gpu: str | None, fidelity: Fidelity | str
-) -> Chosen:
+) -> ChosenRecipe:
     """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
     own settings.
     """
@@ -73,31 +73,31 @@ def choose(
         if gpu is not None:
             raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
         refuse = trainer_parts(trainer).refuse_sharding
-        return Chosen(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
+        return ChosenRecipe(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:
-        return _own_of_several(own, processes, gpu)
+        return _settings_of_several(own, processes, gpu)
     if gpu is None and device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
     if gpu is not None:
         with preserve_rng(device):
             return _plan_from(own, compared_job(trainer, job, several_samples(trainer, job)), gpu, degree)
-    why = "there is no GPU to plan for, and gpu= is not given"
-    says = f"{why}: the trainer keeps its own settings, '{own.recipe}'"
-    return Chosen(recipe=own.recipe, user_slots=frozenset(Slot), says=says)
+    reason = "there is no GPU to plan for, and gpu= is not given"
+    note = f"{reason}: the trainer keeps its own settings, '{own.recipe}'"
+    return ChosenRecipe(recipe=own.recipe, user_slots=frozenset(Slot), note=note)
 
 
-def _own_of_several(own: Chosen, processes: int, gpu: str | None) -> Chosen:
+def _settings_of_several(own: ChosenRecipe, processes: int, gpu: str | None) -> ChosenRecipe:
     """Return the trainer's own settings as a recipe for distributed training. Raises `UsageError` if a plan
     is requested.
     """
-    where = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
+    advice = f"snugfit plan --gpus {processes} finds a recipe that fit can be given"
     if gpu is not None:
-        raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {where}.")
+        raise UsageError(f"fit does not plan for {processes} processes. Leave gpu out; {advice}.")
     recipe = own.recipe.with_(roster.plain(Slot.SHARDING))  # the Trainer keeps its own sharding
-    says = f"{where}. The trainer keeps its own settings, '{recipe}'"
-    return Chosen(recipe=recipe, user_slots=frozenset(Slot), says=says)
+    note = f"{advice}. The trainer keeps its own settings, '{recipe}'"
+    return ChosenRecipe(recipe=recipe, user_slots=frozenset(Slot), note=note)
 
 
 def compared_job(
@@ -115,22 +115,28 @@ def compared_job(
     autocast = trainer.accelerator.autocast
     with unchanged_attributes(trainer), bare_model(trainer.model):
         return job_with_mixing(
-            job, trainer.model, loss_of, batch, most=job.batch_size // pieces, context=autocast, again=again
+            job,
+            trainer.model,
+            loss_of,
+            batch,
+            max_pieces=job.batch_size // pieces,
+            context=autocast,
+            again=again,
         )
 
 
-def recipe_of(trainer: Any) -> Chosen:
+def recipe_of(trainer: Any) -> ChosenRecipe:
     """Return the trainer's current settings as a recipe."""
     by_slot = {read.slot: read.technique for read in read_slots(arguments_of(trainer))}
     techniques = tuple(by_slot[slot] or roster.plain(slot) for slot in Slot)
-    unsaid = frozenset(slot for slot, technique in by_slot.items() if technique is None)
+    unset = frozenset(slot for slot, technique in by_slot.items() if technique is None)
     if brings_optimizer(trainer):
-        unsaid |= {Slot.OPTIMIZER}
+        unset |= {Slot.OPTIMIZER}
     default = trainer.args.optim == next(f.default for f in fields(trainer.args) if f.name == "optim")
-    return Chosen(recipe=Recipe(techniques), user_slots=unsaid, default_optimizer=default)
+    return ChosenRecipe(recipe=Recipe(techniques), user_slots=unset, default_optimizer=default)
 
 
-def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
+def _plan_from(own: ChosenRecipe, job: Job, gpu: str, fidelity: Fidelity) -> ChosenRecipe:
     """Return the fastest recipe that fits, with some slots (choices of the recipe) fixed. Raises
     `NothingFits` with the recipe that needs the least memory.
     """
@@ -143,7 +149,7 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
     whole = (
         {Slot.BATCHING} if mixing_of(job).reason or job.unclear_cut else set()
     )  # the user's batch stays whole if splitting it would be wrong or is unclear
-    unchanged = frozenset({*KEPT, *own.user_slots, *less_exact, *whole, *default})
+    unchanged = frozenset({*UNCHANGED_SLOTS, *own.user_slots, *less_exact, *whole, *default})
     keep = {slot: own.recipe[slot] for slot in unchanged}
     best = plan(job, gpu=gpu, fidelity=fidelity, keep=keep, front_end="fit")
     shown = best.best_or_nearest.recipe
@@ -152,10 +158,10 @@ def _plan_from(own: Chosen, job: Job, gpu: str, fidelity: Fidelity) -> Chosen:
             f"No recipe for this training fits a {gpu}. The nearest is '{shown}'. Use a smaller global "
             "batch, or allow more with fidelity='rounds' or 'learns'."
         )
-    says = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
+    note = f"planned for a {gpu}: '{shown}' (it was '{own.recipe}')"
     if default:
-        says += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
-    return Chosen(recipe=Recipe.parse(shown), user_slots=unchanged, says=says)
+        note += ". The optimizer stays the Trainer's default; name another with TrainingArguments(optim=...)"
+    return ChosenRecipe(recipe=Recipe.parse(shown), user_slots=unchanged, note=note)
 
 
 def arguments_of(trainer: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from snugfit.techniques.recipe import Recipe
 
-HOW = "In several processes fit trains by the Trainer's own DDP or FSDP2"
+LAUNCH_ADVICE = "In several processes fit trains by the Trainer's own DDP or FSDP2"
 
 
 def processes_of(trainer: Any) -> int:
@@ -48,7 +48,7 @@ def processes_of(trainer: Any) -> int:
     return int(trainer.args.world_size)
 
 
-def refuse_what_processes_cannot(trainer: Any) -> None:
+def refuse_in_several_processes(trainer: Any) -> None:
     """Raise `UsageError` for settings that `fit` does not support in distributed training."""
     from accelerate.utils import DistributedType
     from torch.utils.data import IterableDataset
@@ -66,7 +66,7 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         kinds.append(DistributedType.FSDP)
     has_parts = any(map(tensor_parts().is_part, trainer.model.parameters()))
     its_own = trainer.compute_loss_func is not None or overrides(trainer, "compute_loss", "training_step")
-    unsaid = {
+    unset = {
         f"accelerate's {accelerator.distributed_type.value}": accelerator.distributed_type not in kinds,
         "no variables of torch's launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)": world() is None,
         "parallelism_config": getattr(trainer.args, "parallelism_config", None) is not None,
@@ -78,10 +78,11 @@ def refuse_what_processes_cannot(trainer: Any) -> None:
         "weights that are in parts already": not is_spread and has_parts,
         "saving of its own": overrides(trainer, *SAVES_MODEL, "_save_checkpoint"),
     }
-    if used := [name for name, is_used in unsaid.items() if is_used]:
+    if used := [name for name, is_used in unset.items() if is_used]:
         raise UsageError(
-            f"The trainer is one of {processes_of(trainer)} processes and has {', '.join(used)}. {HOW} and "
-            "does not support this. Remove it, train in one process, or train without fit."
+            f"The trainer is one of {processes_of(trainer)} processes and has {', '.join(used)}. "
+            f"{LAUNCH_ADVICE} and does not support this. Remove it, train in one process, "
+            "or train without fit."
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.features.loops.trainer.live_trainer import made_by_accelerate, replace_model, set_arguments
 from snugfit.features.loops.trainer.parts import trainer_parts
-from snugfit.features.loops.trainer.ranks import refuse_what_processes_cannot
+from snugfit.features.loops.trainer.ranks import refuse_in_several_processes
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.frontends.own import capability_of
 from snugfit.job.kv_prefix import dropped_prefix
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import OptimizerWish
 
 
-def refuse_what_cannot_be_fitted(trainer: Any) -> None:
+def refuse_other_objects(trainer: Any) -> None:
     """Raise `UsageError` for an object that `fit` cannot train.
 
     These are objects other than Trainers, models spread over devices, and settings that a checkpoint cannot
@@ -41,10 +41,12 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):
-        what = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"a {type(trainer).__name__}"
-        raise UsageError(f"fit needs an instance of transformers.Trainer, not {what}.")
+        type_name = (
+            f"the class {trainer.__name__}" if isinstance(trainer, type) else f"a {type(trainer).__name__}"
+        )
+        raise UsageError(f"fit needs an instance of transformers.Trainer, not {type_name}.")
     args = trainer.args
-    unsaid = {
+    unset = {
         "deepspeed": trainer.is_deepspeed_enabled,
         f"{args.n_gpu} GPUs in one process": args.n_gpu > 1,
         "a model that is split over devices": trainer.is_model_parallel,
@@ -53,14 +55,14 @@ def refuse_what_cannot_be_fitted(trainer: Any) -> None:
         **dict.fromkeys(_switched_on(args), True),
         "dataloader_in_order=False": args.dataloader_num_workers > 1 and not args.dataloader_in_order,
     }
-    if used := [name for name, is_used in unsaid.items() if is_used]:
+    if used := [name for name, is_used in unset.items() if is_used]:
         raise UsageError(
             f"The trainer uses {', '.join(used)}. fit trains one model, on one device in each process, with "
             "a fixed batch. Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one "
             "GPU.)"
         )
     trainer_parts(trainer).refuse_settings()
-    refuse_what_processes_cannot(trainer)
+    refuse_in_several_processes(trainer)
 
 
 def _switched_on(args: Any) -> Iterator[str]:
@@ -70,10 +72,10 @@ def _switched_on(args: Any) -> Iterator[str]:
     for slot in (Slot.KERNELS, Slot.ENGINE):
         for name in roster.plain(slot).counterparts[0].arguments:
             same = (
-                f", which fit is given in a recipe ({kind(**one.settings)})"
+                f", which fit is given in a recipe ({kind(**counterpart.settings)})"
                 for kind in roster.techniques()
-                for one in kind.counterparts
-                if kind.slot is slot and one.arguments.get(name) is True
+                for counterpart in kind.counterparts
+                if kind.slot is slot and counterpart.arguments.get(name) is True
             )
             if getattr(args, name):
                 yield name + next(same, "")
@@ -85,7 +87,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
 
     Raises `RecipeError` for settings that this trainer does not support.
     """
-    args, live, brings = trainer.args, live_of(trainer, recipe), brings_optimizer(trainer)
+    args, live, brings = trainer.args, live_training(trainer, recipe), brings_optimizer(trainer)
     recipe.check(job, capability_of(args.device))
     setup = recipe.setup()
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
@@ -114,7 +116,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     ]
 
 
-def live_of(trainer: Any, recipe: Recipe) -> LiveTraining:
+def live_training(trainer: Any, recipe: Recipe) -> LiveTraining:
     """Return the trainer's model and the recipe as a `LiveTraining`, to which `step/applier.py` applies the
     recipe.
     """
@@ -138,7 +140,7 @@ def rewrap(trainer: Any, recipe: Recipe) -> None:
     """Change the activation checkpointing of the trainer's model as this recipe requires, and nothing
     else.
     """
-    live = live_of(trainer, recipe)
+    live = live_training(trainer, recipe)
     set_arguments(trainer, _own_switch_off(trainer.args))
     change_live(live, recipe.setup(), set(Slot) - {Slot.CHECKPOINTING})
     trainer.snugfit_own_forwards = live.own_forwards
@@ -166,13 +168,13 @@ def _objections(trainer: Any, live: LiveTraining, brings: bool) -> Iterator[tupl
     """
     if not live.is_plain(Slot.OPTIMIZER) and brings:
         optimizer = live.technique(Slot.OPTIMIZER)
-        says = "the trainer has its own optimizer. Leave one of them out."
-        yield Slot.OPTIMIZER, f"{optimizer}: {says}"
+        message = "the trainer has its own optimizer. Leave one of them out."
+        yield Slot.OPTIMIZER, f"{optimizer}: {message}"
     if not live.is_plain(Slot.ADAPTERS) and (
         hasattr(trainer.model, "peft_config") or trainer.optimizer is not None
     ):
-        says = "the model already has adapters, or the trainer an optimizer."
-        yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {says}"
+        message = "the model already has adapters, or the trainer an optimizer."
+        yield Slot.ADAPTERS, f"{live.technique(Slot.ADAPTERS)}: {message}"
 
 
 def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
@@ -184,17 +186,17 @@ def _refuse_users_optimizer(trainer: Any, brings: bool) -> None:
     if trainer.optimizer is not None:
         refuse_optimizer(getattr(trainer.optimizer, "optimizer", trainer.optimizer), keeps=True)
         return
-    if not brings and (why := _reason_against(name)):
+    if not brings and (fault := _reason_against(name)):
         raise UsageError(
-            f"optim is {name!r}, which {why}. Choose another optim, give fit a recipe with an optimizer, or "
-            "train without fit."
+            f"optim is {name!r}, which {fault}. Choose another optim, give fit a recipe with an optimizer, "
+            "or train without fit."
         )
 
 
 def _reason_against(name: str) -> str:
     """Return the reason why `fit` does not support this optimizer of transformers; empty if it does."""
-    refused = {part: why for feature in features() for part, why in feature.refused_optimizers.items()}
-    return next((why for part, why in refused.items() if part in name), "")
+    refused = {part: reason for feature in features() for part, reason in feature.refused_optimizers.items()}
+    return next((reason for part, reason in refused.items() if part in name), "")
 
 
 def refuse_optim_without_package(trainer: Any) -> None:
@@ -209,10 +211,10 @@ def refuse_optim_without_package(trainer: Any) -> None:
     try:
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     except (ImportError, ValueError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
+        cause = " ".join(str(error).split()).rstrip(".")
         raise UsageError(
-            f"optim is {name!r}, and transformers cannot create it here: {why}. Install its package, choose "
-            "another optim, or give fit a recipe with an optimizer."
+            f"optim is {name!r}, and transformers cannot create it here: {cause}. Install its package, "
+            "choose another optim, or give fit a recipe with an optimizer."
         ) from None
 
 

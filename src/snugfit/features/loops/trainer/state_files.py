@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXTRA_STATE = "fit.json"
 TRAINER_STATE = "trainer_state.json"
 
-OF_OTHERS = "others"
+OTHER_RANKS = "others"
 """Entry with the states of all processes but the first, by rank."""
 
 
@@ -74,7 +74,7 @@ class StateFiles:
         from_others = self._ranks.gather(own)[1:]
         extra = {
             **own,
-            **({OF_OTHERS: from_others} if from_others else {}),
+            **({OTHER_RANKS: from_others} if from_others else {}),
             "figures": [None if norm is None else float(norm), learning_rate],
             "unevaluated": self._abandoned,
             "ends": bool(ends and not is_stopped),
@@ -111,10 +111,10 @@ class StateFiles:
         rows = self._trainer.args.per_device_train_batch_size
         with as_written(self.folder):
             extra: dict[str, Any] = json.loads((self.folder / EXTRA_STATE).read_text(encoding="utf-8"))
-            after_first = extra.get(OF_OTHERS, [])
+            after_first = extra.get(OTHER_RANKS, [])
             processes = 1 + len(after_first)
             if processes != self._ranks.size:  # continue from the first one's position
-                extra["loss"] = sum(one["loss"] for one in (extra, *after_first)) / processes
+                extra["loss"] = sum(state["loss"] for state in (extra, *after_first)) / processes
             elif self._ranks.rank:
                 extra |= after_first[self._ranks.rank - 1]
             if (extra["data"]["rows"], processes) != (rows, self._ranks.size):

@@ -28,7 +28,7 @@ from snugfit.features.loops.trainer.boundary import (
 from snugfit.features.loops.trainer.fit_run import FitPlan, FitRun, open_run
 from snugfit.features.loops.trainer.live_trainer import average_losses_over_all_steps, weigh_losses_ourselves
 from snugfit.features.loops.trainer.loss import (
-    is_users_own,
+    has_user_loss,
     problem_of_model_loss,
     problem_of_users_loss,
     share_of,
@@ -39,7 +39,7 @@ from snugfit.features.loops.trainer.out_of_memory import retry_step, update_brok
 from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import with_some_item
 from snugfit.features.loops.trainer.setup import brings_optimizer, optimizer_for
-from snugfit.features.loops.trainer.trainer_hooks import StepEnd, keeping_bases
+from snugfit.features.loops.trainer.trainer_hooks import StepEnd, bases_that_keep
 from snugfit.frontends.items import pieces_of
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.clipping import tensor_parts
@@ -55,10 +55,10 @@ else:
     Trainer = object  # at run time, `fitted_class` adds the user's class as a base
 
 
-def fitted_class(own: type[Any]) -> type[Any]:
+def fitted_class(base: type[Any]) -> type[Any]:
     """Return a subclass of the trainer's class that trains under the recipe in `trainer.snugfit`."""
-    bases = (FittedTrainer, *keeping_bases(own))
-    return type(own.__name__, bases, {"__module__": __name__, "__doc__": own.__doc__})
+    bases = (FittedTrainer, *bases_that_keep(base))
+    return type(base.__name__, bases, {"__module__": __name__, "__doc__": base.__doc__})
 
 
 class FittedTrainer(Trainer):  # type: ignore[misc]
@@ -197,7 +197,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                 if isinstance(share, float) and not share:
                     continue
                 given = piece if isinstance(share, float) else with_some_item(piece, share)
-                with patch.object(step, "share", share), run.tree_of(self.model).answering("train"):
+                with patch.object(step, "share", share), run.tree_of(self.model).use_cache("train"):
                     total = total + super().training_step(model, given, *arguments, **keywords)
         return total
 
@@ -212,7 +212,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         self.snugfit_run.tree_of(self.model).withdraw()
         items = keywords.pop("num_items_in_batch", None)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        users_own = is_users_own(self)
+        users_own = has_user_loss(self)
         given = track_use(items) if users_own and items is not None else None
         is_alone = isinstance(share, float)
         if is_alone and not users_own and len(step.batches) > 1 and not plan.loss.corrected:
@@ -234,11 +234,11 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         """
         if self.snugfit_run is None:
             return int(super().floating_point_ops(inputs))
-        with self.snugfit_run.tree_of(self.model).answering("num_parameters"):
+        with self.snugfit_run.tree_of(self.model).use_cache("num_parameters"):
             return int(super().floating_point_ops(inputs))
 
     def _clip_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
-        with self._fit_run.tree_of(self.model).answering("parameters"):
+        with self._fit_run.tree_of(self.model).use_cache("parameters"):
             return super()._clip_grad_norm(*arguments, **keywords)
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
@@ -346,7 +346,7 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
         """Write snugfit's checkpoint files. A user's overridden `_save_checkpoint` calls this as
         `super()._save_checkpoint()`.
         """
-        self._fit_run.checkpoints.users_files.write_own()
+        self._fit_run.checkpoints.users_files.write_files()
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

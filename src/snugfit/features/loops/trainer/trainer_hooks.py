@@ -22,7 +22,7 @@ class StepEnd(NamedTuple):
     learning_rate: float | None
 
 
-def keeping_bases(own: type[Any]) -> tuple[type, ...]:
+def bases_that_keep(base: type[Any]) -> tuple[type, ...]:
     """Return base classes for a subclass of the user's trainer. The last one overrides `_save_checkpoint` of
     transformers' Trainer.
     """
@@ -32,7 +32,7 @@ def keeping_bases(own: type[Any]) -> tuple[type, ...]:
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             self.snugfit_keep()
 
-    return (KeepingTrainer,) if own is transformers.Trainer else (own, KeepingTrainer)
+    return (KeepingTrainer,) if base is transformers.Trainer else (base, KeepingTrainer)
 
 
 def overrides(trainer: Any, *names: str) -> bool:

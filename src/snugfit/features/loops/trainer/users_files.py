@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.training.checkpoint.model_state import has_model_state
-from snugfit.training.checkpoint.save_failed import why
+from snugfit.training.checkpoint.save_failed import failure_cause
 
 if TYPE_CHECKING:
     from snugfit.training.checkpoint.state import Snapshot
@@ -104,9 +104,9 @@ class UsersFiles:
             # The user's methods write to this folder, which is temporarily the draft.
             args.output_dir = str(beside)
             save()
-            self.write_own()
+            self.write_files()
         except Exception as fault:
-            if why(fault, files) is None:
+            if failure_cause(fault, files) is None:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
             return CollectedFiles(**collected, fault=fault)
@@ -118,7 +118,7 @@ class UsersFiles:
                 _move_into(path, self._root)
         return CollectedFiles(**collected)
 
-    def write_own(self) -> None:
+    def write_files(self) -> None:
         """Write snugfit's checkpoint files, once, when the user's method calls
         `super()._save_checkpoint()`.
         """

@@ -44,7 +44,7 @@ def test_pictures_in_folders_are_rows(tmp_path: Path) -> None:
     assert [(Path(row["image"]).name, row["label"]) for row in read] == [
         ("0.png", "cat"), ("1.png", "cat"), ("0.png", "dog"), ("1.png", "dog"),
     ]  # fmt: skip
-    assert read.where(3) == read[3]["image"] == str(tmp_path / "dog" / "1.png")
+    assert read.location(3) == read[3]["image"] == str(tmp_path / "dog" / "1.png")
     assert read.class_names("label") == ("cat", "dog")
     assert list(read.notes()) == [
         f"1 files are not images and are ignored, the first is {tmp_path / 'cat' / 'notes.md'}."

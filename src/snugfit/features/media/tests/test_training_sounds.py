@@ -122,7 +122,7 @@ def test_each_source_says_the_same(name: str, tmp_path: Path, folder: Path) -> N
 def test_every_width_of_pcm_and_every_number_of_channels(width: int, tmp_path: Path) -> None:
     heard = np.stack([tone(0.1), 0.5 * tone(0.1), 0 * tone(0.1)], axis=1)
     file = sound(tmp_path / "a.wav", heard, width=width)
-    found = raw().input_of(MediaEntry(value=file, where="row 1", folder=Path()))
+    found = raw().input_of(MediaEntry(value=file, location="row 1", folder=Path()))
     assert np.abs(found - heard.mean(axis=1)).max() < 1 / (1 << (8 * width - 2)) + 1e-6
 
 

@@ -63,7 +63,7 @@ def _column_factors(
     the norm of the projection.
     """
     update = adamw_direction(small, state, group)
-    lengths = [torch.linalg.vector_norm(one, dim=short, keepdim=True) for one in (update, small)]
+    lengths = [torch.linalg.vector_norm(matrix, dim=short, keepdim=True) for matrix in (update, small)]
     # AdamW's update of the projected gradient, relative to the projected gradient itself.
     factors: torch.Tensor = lengths[0].div_(lengths[1].add_(SMALLEST))
     return factors

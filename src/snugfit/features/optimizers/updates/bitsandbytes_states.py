@@ -48,7 +48,7 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
         # one.
         kind._instance = None
         # The manager refers to embedding tables, whose memory must be freed with the model.
-        weakref.finalize(model, _let_go, kind, kind.get_instance()).atexit = False
+        weakref.finalize(model, _release, kind, kind.get_instance()).atexit = False
     if bits == 8:
         return
     manager = managers.get_instance()
@@ -81,7 +81,7 @@ def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
     state.update(pages)
 
 
-def doubt_about_pages(optimizer: Any) -> str:
+def paging_warning(optimizer: Any) -> str:
     """Return a warning about states that the driver moves between host and GPU; empty if the optimizer has
     none.
     """
@@ -97,7 +97,7 @@ def doubt_about_pages(optimizer: Any) -> str:
     )
 
 
-def _let_go(kind: Any, instance: Any) -> None:
+def _release(kind: Any, instance: Any) -> None:
     if kind._instance is instance:
         kind._instance = None
 
@@ -157,8 +157,8 @@ def _wait(tensor: torch.Tensor) -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # a real wait creates no views
-        one = tensor.detach().as_strided((), ())
-    one.item()
+        element = tensor.detach().as_strided((), ())
+    element.item()
 
 
 def _page_managers() -> Any:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 
 from snugfit.features.optimizers.updates.matrices import (
-    BY_ADAMW,
+    ADAMW_ATTRIBUTE,
     ProjectedAndAdamW,
     adamw_direction,
     leave_to_adamw,
@@ -101,4 +101,4 @@ def leave_others_to_adamw(model: torch.nn.Module, targets: Sequence[str] = ()) -
         and any(word in (ALL_LINEAR, name) or word in name for word in targets)
     }
     for weight in model.parameters():
-        setattr(weight, BY_ADAMW, id(weight) not in chosen)
+        setattr(weight, ADAMW_ATTRIBUTE, id(weight) not in chosen)

@@ -18,7 +18,7 @@ import torch
 
 from snugfit.features.optimizers.updates.pieces import MOMENTS, FusedAdamW, fused_adamw, pieces
 from snugfit.step.host_link import STAGED_BYTES, MetaLink
-from snugfit.step.wishes.own_adamw import flat, laid_out_as
+from snugfit.step.wishes.own_adamw import flat, with_strides_of
 
 
 class WeightSlice(NamedTuple):
@@ -73,7 +73,7 @@ class AdamWOnHost(FusedAdamW):
         state = self.state[weight]
         state["step"] = step = int(state.get("step", 0)) + 1
         assert weight.grad is not None
-        whole, gradient = flat(weight), flat(laid_out_as(weight, weight.grad))
+        whole, gradient = flat(weight), flat(with_strides_of(weight, weight.grad))
         moments = _moments(state, weight)
         # A simulated weight has no moments to slice, but its slices need some tensor.
         flats = [whole[:0] if weight.is_meta else flat(moment) for moment in moments]
@@ -81,7 +81,7 @@ class AdamWOnHost(FusedAdamW):
         for start in range(0, whole.numel(), most):
             end = min(start + most, whole.numel())
             yield WeightSlice(
-                whole[start:end], gradient[start:end], tuple(one[start:end] for one in flats), step
+                whole[start:end], gradient[start:end], tuple(buffer[start:end] for buffer in flats), step
             )
 
     def _update(self, piece: list[WeightSlice], group: dict[str, Any]) -> None:
@@ -109,10 +109,10 @@ def _kind(part: WeightSlice) -> tuple[torch.dtype, torch.device]:
 
 def _staging_of(piece: list[WeightSlice], memory: torch.Tensor) -> list[torch.Tensor]:
     """Return a region of the host's staging buffer for each slice of a weight; the regions are adjacent."""
-    room, start = memory.view(piece[0].weight.dtype), 0
+    buffer, start = memory.view(piece[0].weight.dtype), 0
     staged = []
     for part in piece:
-        staged.append(room[start : start + part.weight.numel()])
+        staged.append(buffer[start : start + part.weight.numel()])
         start += part.weight.numel()
     return staged
 

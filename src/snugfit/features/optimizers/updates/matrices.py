@@ -16,7 +16,7 @@ import torch
 from snugfit.features.optimizers.updates.pieces import refuse_closure
 from snugfit.step.wishes.own_adamw import OwnAdamW, move_moments
 
-BY_ADAMW = "is_left_to_adamw"
+ADAMW_ATTRIBUTE = "is_left_to_adamw"
 """Name of a parameter's attribute that assigns it to AdamW."""
 
 MATRICES = "matrices"
@@ -33,7 +33,7 @@ class MatricesAndAdamW(OwnAdamW, ABC):
 
     def takes(self, weight: torch.Tensor, group: dict[str, Any]) -> bool:
         """Return True if this parameter is updated as a matrix; AdamW updates the other parameters."""
-        return weight.dim() == 2 and not getattr(weight, BY_ADAMW, False)
+        return weight.dim() == 2 and not getattr(weight, ADAMW_ATTRIBUTE, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, with the indices of the parameters that are updated as matrices."""
@@ -155,7 +155,7 @@ def leave_to_adamw(model: torch.nn.Module) -> None:
         if weight.dim() == 2:
             # A matrix with another name (a position table, a token) is not used in a product.
             named = name.rpartition(".")[2] == "weight"
-            setattr(weight, BY_ADAMW, not named or id(weight) in tables or id(weight) not in inside)
+            setattr(weight, ADAMW_ATTRIBUTE, not named or id(weight) in tables or id(weight) not in inside)
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:

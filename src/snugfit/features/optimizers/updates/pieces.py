@@ -81,10 +81,10 @@ def pieces(
     """Yield lists of adjacent items for which `kind` is equal, with a total size of at most `most`. A larger
     item is yielded alone.
     """
-    for _, alike in groupby(parts, kind):
+    for _, group in groupby(parts, kind):
         piece: list[Part] = []
         total = 0
-        for part in alike:
+        for part in group:
             # An item above the limit forms a slice of its own.
             if piece and total + size(part) > most:
                 yield piece
@@ -126,8 +126,8 @@ class AdamWInPieces(FusedAdamW):
             state[STEP] += 1
             # torch's kernel takes a single step count and a single dtype for all weights.
             by_kind.setdefault((state[STEP], weight.dtype, tuple(state)), []).append(weight)
-        for alike in by_kind.values():
-            parts = (rows for weight in alike for rows in self._split(weight))
+        for same_kind in by_kind.values():
+            parts = (rows for weight in same_kind for rows in self._split(weight))
             for piece in pieces(parts, lambda _: None, lambda rows: rows.weight.numel(), AT_ONCE):
                 self._update(piece, group)
 

@@ -46,7 +46,7 @@ def evaluate_in_copies() -> None:
     assert command == Path("/proc/self/cmdline").read_bytes()
     with parts_pool(job, [gpu], timer_of(gpu), workers=2, shallow=True) as pool:
         setups = [Recipe.parse(text).setup() for text in ("plain", "bf16")]
-        asked = [Question(number, "judge", ([setup],)) for number, setup in enumerate(setups)]
+        asked = [Question(number, "evaluate", ([setup],)) for number, setup in enumerate(setups)]
         found = {number: answer[0][0].needed_bytes for number, answer in pool.answers_to(asked)}
     assert found == {n: predict(job, text, gpu=gpu).needed_bytes for n, text in enumerate(("plain", "bf16"))}
 

@@ -17,7 +17,7 @@ from small_models import small_job
 from small_runs import bert_job, rows
 from snugfit.cli.main import run
 from snugfit.errors import OutOfMemory, UsageError
-from snugfit.features.ways_out.additions import LOOKING, about_ways_out, end_with_ways_out
+from snugfit.features.ways_out.additions import SEARCH_MESSAGE, about_ways_out, end_with_ways_out
 from snugfit.features.ways_out.search import ways_out
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -296,7 +296,7 @@ def test_train_ends_with_them(on_gpu: list[Any], monkeypatch: pytest.MonkeyPatch
     how: dict[str, Any] = {"output_dir": tmp_path, "weights": "random", "foresee": False}
     with pytest.raises(OutOfMemory, match=r"(?s)Memory ran out in step 1.*1\. expandable: 6.0 GiB"):
         snugfit.train(bert_job(), "plain", rows(8), watch=events.append, **how)
-    assert {"event": "note", "text": LOOKING} in events
+    assert {"event": "note", "text": SEARCH_MESSAGE} in events
 
 
 def test_a_measured_out_of_memory_ends_with_them(

@@ -127,12 +127,12 @@ def norm_backward(  # type: ignore[no-untyped-def]
         if SUMS == 3:
             of_bias += tl.sum(through, 0)
     if SUMS:
-        own = partials + tl.program_id(0) * columns + column
+        target = partials + tl.program_id(0) * columns + column
         size = tl.num_programs(0) * columns
-        tl.store(own, of_weight, mask=has_column)
-        tl.store(own + size, of_shift, mask=has_column)
+        tl.store(target, of_weight, mask=has_column)
+        tl.store(target + size, of_shift, mask=has_column)
         if SUMS == 3:
-            tl.store(own + 2 * size, of_bias, mask=has_column)
+            tl.store(target + 2 * size, of_bias, mask=has_column)
 
 
 def _width(columns: int) -> int:

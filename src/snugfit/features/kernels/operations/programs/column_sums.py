@@ -18,15 +18,15 @@ COLUMNS, ROWS = 16, 64
 def add_columns(partials, sums, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel: add up `count` rows of some columns of one of the K tensors."""
     # Offsets of large tensors exceed 32 bits.
-    which = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, count, ROWS):
         inside = ((start + row) < count)[:, None] & (column < columns)[None, :]
-        at = (which * count + start + row)[:, None] * columns + column[None, :]
+        at = (part * count + start + row)[:, None] * columns + column[None, :]
         total += tl.load(partials + at, mask=inside, other=0.0)
-    tl.store(sums + which * columns + column, tl.sum(total, 0), mask=column < columns)
+    tl.store(sums + part * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
 def column_sums(partials: torch.Tensor, *, sums: torch.Tensor) -> None:

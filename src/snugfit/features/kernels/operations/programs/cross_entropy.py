@@ -31,7 +31,7 @@ def write_row(  # type: ignore[no-untyped-def]
     label = tl.load(labels + row)
     counts = label != ignore_index
     # An ignored label may be negative, and must not be used as an address.
-    own = tl.load(logits + row * stride + tl.where(counts, label, 0)).to(tl.float32)
+    target = tl.load(logits + row * stride + tl.where(counts, label, 0)).to(tl.float32)
     lane = tl.arange(0, BLOCK)
     # A large negative number replaces minus infinity, whose difference to itself is NaN.
     largest = tl.full((BLOCK,), -1.0e38, tl.float32)
@@ -46,7 +46,7 @@ def write_row(  # type: ignore[no-untyped-def]
     top = tl.max(largest, 0)
     # Until here, each element of the block had its own largest logit.
     whole = tl.sum(total * tl.exp(largest - top), 0)
-    tl.store(losses + row, tl.where(counts, top + tl.log(whole) - own, 0.0))
+    tl.store(losses + row, tl.where(counts, top + tl.log(whole) - target, 0.0))
     factor = tl.where(counts, tl.load(share), 0.0).to(tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + lane

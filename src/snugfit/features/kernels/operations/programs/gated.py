@@ -52,7 +52,7 @@ def gate_row(product, out, columns, TANH: tl.constexpr, BLOCK: tl.constexpr):  #
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_row_backward(  # type: ignore[no-untyped-def]
-    product, of_out, columns, TANH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr
+    product, output_grad, columns, TANH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Triton kernel: overwrite one row of gate and up with its gradient.
 
@@ -64,13 +64,13 @@ def gate_row_backward(  # type: ignore[no-untyped-def]
     begin = 2 * row * columns
     read = tl.load(product + begin + at, mask=mask, other=0.0)
     up = tl.load(product + begin + columns + at, mask=mask, other=0.0).to(tl.float32)
-    given = tl.load(of_out + row * columns + at, mask=mask, other=0.0).to(tl.float32)
+    output_slope = tl.load(output_grad + row * columns + at, mask=mask, other=0.0).to(tl.float32)
     value, slope = activate(read.to(tl.float32), TANH)
-    tl.store(product + begin + at, (given * up * slope).to(product.dtype.element_ty), mask=mask)
-    tl.store(product + begin + columns + at, (given * value).to(product.dtype.element_ty), mask=mask)
+    tl.store(product + begin + at, (output_slope * up * slope).to(product.dtype.element_ty), mask=mask)
+    tl.store(product + begin + columns + at, (output_slope * value).to(product.dtype.element_ty), mask=mask)
     if AGAIN:
         value = value.to(read.dtype).to(tl.float32) * up
-        tl.store(of_out + row * columns + at, value.to(of_out.dtype.element_ty), mask=mask)
+        tl.store(output_grad + row * columns + at, value.to(output_grad.dtype.element_ty), mask=mask)
 
 
 def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
@@ -81,11 +81,11 @@ def gate(product: torch.Tensor, tanh: bool, *, out: torch.Tensor) -> None:
     )
 
 
-def gate_backward(product: torch.Tensor, of_out: torch.Tensor, tanh: bool, again: bool) -> None:
+def gate_backward(product: torch.Tensor, output_grad: torch.Tensor, tanh: bool, again: bool) -> None:
     """Launch the kernel that overwrites a product (T, 2 * I) of gate and up with its gradient."""
-    rows, columns = of_out.shape
+    rows, columns = output_grad.shape
     gate_row_backward[(rows, triton.cdiv(columns, BLOCK))](
-        product, of_out, columns, TANH=tanh, AGAIN=again, BLOCK=block_of(columns), num_warps=WARPS
+        product, output_grad, columns, TANH=tanh, AGAIN=again, BLOCK=block_of(columns), num_warps=WARPS
     )
 
 

@@ -21,11 +21,11 @@ def copy_columns(  # type: ignore[no-untyped-def]
     SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Triton kernel: copy some columns of every n-th block of rows (n programs), and add them up."""
-    which = tl.program_id(2)
+    part = tl.program_id(2)
     source = first
-    if which == 1:
+    if part == 1:
         source = second
-    if which == 2:
+    if part == 2:
         source = third
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
@@ -34,12 +34,12 @@ def copy_columns(  # type: ignore[no-untyped-def]
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         slope = tl.load(source + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
         # A row of the result has the three parts one after the other.
-        to = row[:, None] * (3 * columns) + (which * columns + column)[None, :]
+        to = row[:, None] * (3 * columns) + (part * columns + column)[None, :]
         tl.store(joint + to, slope, mask=inside)
         if SUMS:
             total += tl.sum(slope.to(tl.float32), 0)
     if SUMS:
-        to = tl.program_id(0) * 3 * columns + which * columns + column
+        to = tl.program_id(0) * 3 * columns + part * columns + column
         tl.store(partials + to, total, mask=column < columns)
 
 

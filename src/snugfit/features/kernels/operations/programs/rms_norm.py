@@ -26,8 +26,8 @@ def norm_row(  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     mask = at < columns
     begin = row * columns
-    given = tl.load(branch + begin + at, mask=mask, other=0.0)
-    value = given.to(tl.float32)
+    branch_value = tl.load(branch + begin + at, mask=mask, other=0.0)
+    value = branch_value.to(tl.float32)
     if ADDS:
         value += tl.load(residual + begin + at, mask=mask, other=0.0).to(tl.float32)
         # The norm is computed from the stored stream, which is rounded as in transformers.

@@ -282,7 +282,7 @@ def _launch_backward(
     norms: bool,
 ) -> None:
     (query, key, _), (product, into, sums) = gradients, buffers
-    strides = [stride for one in gradients for stride in one.stride()[:3]]
+    strides = [stride for gradient in gradients for stride in gradient.stride()[:3]]
     turn_back[(programs,)](
         *gradients, product, into, *angles, *scales, sums, eps, len(into), query.size(2), _apart(angles[0]),
         product.stride(0), into.stride(0), *strides, QUERIES=query.size(1), KEYS=key.size(1),

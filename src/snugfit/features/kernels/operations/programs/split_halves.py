@@ -48,7 +48,7 @@ def split_halves(
     """Launch the kernel that writes the parts of scale * (wide + added), all (rows, columns)."""
     count = wide.numel()
     second = wide if added is None else added
-    strides = [one.stride(0) for one in (wide, second, high, low, again)]
+    strides = [tensor.stride(0) for tensor in (wide, second, high, low, again)]
     split_elements[(triton.cdiv(count, BLOCK),)](
         wide, second, high, low, again, scale, count, wide.size(1), *strides, ADDS=added is not None,
         BLOCK=BLOCK, num_warps=4,
