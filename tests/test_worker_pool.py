@@ -70,7 +70,7 @@ from operator import neg
 from pathlib import Path
 from snugfit.prediction.worker_pool import is_picklable, map_in_processes, start_fork_server
 def own(number): return number
-start_fork_server((), for_what=None)
+start_fork_server((), worker_object=None)
 status = Path(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read_text()
 mask = next(line for line in status.splitlines() if line.startswith('SigIgn'))
 print(json.dumps({

@@ -126,7 +126,8 @@ def _array(entry: MediaEntry) -> np.ndarray:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] not in MODES:
         raise UsageError(
-            f"{entry.location}: an image of shape {pixels.shape}; it must be (H, W, C) with C = 1, 3 or 4."
+            f"{entry.location}: an image of the shape {pixels.shape}; it must be (H, W, C) with C = 1, "
+            "3 or 4."
         )
     # Pillow takes a single channel without a third dimension.
     return np.ascontiguousarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
