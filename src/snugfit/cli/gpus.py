@@ -214,14 +214,14 @@ def _fixed_recipe(request: Request, arguments: Mapping[str, Any]) -> Recipe | No
     return request.recipe if named else None
 
 
-def _print(plans: GpuPlans, prices: Prices, asked: Mapping[str, Any]) -> None:
+def _print(plans: GpuPlans, prices: Prices, arguments: Mapping[str, Any]) -> None:
     from snugfit.planning.fleet.prices import document
     from snugfit.report.plan.gpu_plans import render
     from snugfit.report.text.page import print_as
 
-    form = "json" if asked["as_json"] else asked["form"]
-    page = render(plans, prices, details=asked["details"])
-    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, page, quiet=asked["quiet"])
+    form = "json" if arguments["as_json"] else arguments["form"]
+    page = render(plans, prices, details=arguments["details"])
+    print_as(form, {**plans.to_json(), "run": document(plans, prices)}, page, quiet=arguments["quiet"])
 
 
 # ---- prices ------------------------------------------------------------------------------------------------

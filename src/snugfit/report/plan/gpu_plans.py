@@ -123,9 +123,9 @@ def _recipe(plans: GpuPlans) -> Recipe:
     return Recipe.parse(" + ".join(slot.techniques[0] for slot in plans.kept))
 
 
-def _sentence(plans: GpuPlans, what: str, answer: OnGpu, about: str = "") -> str:
+def _sentence(plans: GpuPlans, label: str, answer: OnGpu, about: str = "") -> str:
     assert answer.choice is not None
-    return f"{what}: {answer.key}{about}, with {answer.choice.recipe}: {_figures(plans, answer)}."
+    return f"{label}: {answer.key}{about}, with {answer.choice.recipe}: {_figures(plans, answer)}."
 
 
 def cards_like(plans: GpuPlans, answer: OnGpu) -> str:

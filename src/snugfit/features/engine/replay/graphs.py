@@ -108,10 +108,12 @@ class CudaGraphs(Graphs):
                     raise
         except Exception as error:
             self._end_recording(drawn)
-            why = fault or error
-            if memory_cause(why):
-                raise why from None
-            raise NotRecorded(str(why).splitlines()[0] if str(why) else type(why).__name__) from why
+            reason = fault or error
+            if memory_cause(reason):
+                raise reason from None
+            raise NotRecorded(
+                str(reason).splitlines()[0] if str(reason) else type(reason).__name__
+            ) from reason
         # Replaying a graph that draws random numbers advances the generator.
         return graph.replay if may_draw else _FirstReplay(graph, torch.cuda.default_generators[self._number])
 
