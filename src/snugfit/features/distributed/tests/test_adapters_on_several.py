@@ -100,7 +100,7 @@ def checksums(folder: Path) -> dict[str, int]:
     return dict(state["frozen"])
 
 
-@pytest.mark.parametrize(("many", "size", "adapters", "other", "others"), slow_but(TRAINED, 1))
+@pytest.mark.parametrize(("many", "size", "adapters", "other", "others"), slow_but(TRAINED, 2))
 def test_adapters_train_and_resume_as_in_one_process(
     tmp_path: Path, forks: Forks, many: str, size: int, adapters: str, other: str, others: int
 ) -> None:
