@@ -45,7 +45,7 @@ REFERENCE = {
         "Predict and plan",
         "predict predict_serving compare plan plan_gpus plan_several_gpus plan_lengths ways_out SnugfitError",
     ),
-    "train": ("Train and measure", "train fit accelerate HandRun Trained measure watch"),
+    "train": ("Train and measure", "train fit accelerate HandRun Trained measure watch SnugfitCallback"),
     "results": (
         "Results",
         "Prediction Footprint Timing Comparison Plan GpuPlans LengthPlan Measurement ServingAnswer",
