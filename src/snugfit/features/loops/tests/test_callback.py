@@ -39,7 +39,11 @@ def trainer_with(folder: Path, *, gpu: str | None = "h200", **arguments: Any) ->
 
 
 @pytest.mark.whole
-def test_prediction_and_measurement_reach_every_tracker(tmp_path: Path) -> None:
+def test_prediction_and_measurement_reach_every_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run of an earlier test may have set it, and a Trainer's recipe follows it.
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     plain = trainer_of(tmp_path, model_of("bert"), classified(), micro=(2, 2))
     plain.train()
     trainer, callback = trainer_with(tmp_path, micro=(2, 2))
