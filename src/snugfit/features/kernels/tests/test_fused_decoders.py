@@ -61,7 +61,9 @@ IN_PARTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "olmo2": ({}, {"MLP", "DecoderLayer", "RMSNorm"}),
     "olmo3": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
     "exaone4": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
-    "gemma4_text": ({}, {"MLP", "RMSNorm"}),
+    "gemma4_text": (
+        {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}, {"MLP", "RMSNorm"}
+    ),
     "qwen3_5_text": (
         {
             "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
