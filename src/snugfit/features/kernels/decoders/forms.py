@@ -25,6 +25,8 @@ class AttentionForm(NamedTuple):
     """Names of the linear layers whose results are queries, keys and values in turn."""
     rotates: str = ""
     """Name of the attribute that is true in layers with rotation; empty if all layers rotate."""
+    norms_heads: bool = False
+    """True if queries and keys of each head are normed before the rotation."""
 
 
 class MLPForm(NamedTuple):
@@ -51,10 +53,10 @@ class LayerForm(NamedTuple):
 ATTENTIONS: Mapping[str, AttentionForm] = {
     "llama.LlamaAttention": AttentionForm(),
     "qwen2.Qwen2Attention": AttentionForm((SLIDING,)),
-    "qwen3.Qwen3Attention": AttentionForm((SLIDING,)),
+    "qwen3.Qwen3Attention": AttentionForm((SLIDING,), norms_heads=True),
     "mistral.MistralAttention": AttentionForm((SLIDING,)),
     "gemma2.Gemma2Attention": AttentionForm((SLIDING, CAPPED)),
-    "gemma3.Gemma3Attention": AttentionForm((SLIDING,)),
+    "gemma3.Gemma3Attention": AttentionForm((SLIDING,), norms_heads=True),
     "phi3.Phi3Attention": AttentionForm((SLIDING,), ("qkv_proj",)),
     "smollm3.SmolLM3Attention": AttentionForm((SLIDING,), rotates="use_rope"),
 }

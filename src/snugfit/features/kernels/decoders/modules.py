@@ -71,8 +71,8 @@ def _single_norms(module: Any) -> list[Any]:
 
 def _form(module: Any, part: str) -> Any:
     """Return the form of a module whose class name ends with `part`; None for every unsupported module."""
-    # Gemma 4 has norms without a scale.
     kind: type = type(module)
+    # Gemma 4 has norms without a scale.
     return _form_of(kind, part) if getattr(module, "with_scale", True) else None
 
 
@@ -148,9 +148,9 @@ def _norm(
 
 def _fuse_attention(module: Any, form: AttentionForm) -> bool:
     projections = projections_of([getattr(module, name) for name in form.layers])
-    norms = [_form(getattr(module, name, None), "RMSNorm") for name in ("q_norm", "k_norm")]
+    norms = [_form(norm, "RMSNorm") for norm in (module.q_norm, module.k_norm)] if form.norms_heads else []
     # The two halves of a head are rotated into each other, so the head size must be even.
-    if projections is None or module.head_dim % 2 or Scaling.UNROUNDED in norms:
+    if projections is None or module.head_dim % 2 or {*norms} - {Scaling.ROUNDED, Scaling.FROM_ONE}:
         return False
     # Weights that are adjacent in memory form one matrix, so the three products become one.
     if not projections.states:
@@ -179,7 +179,7 @@ def _attend(
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
     query, key, value = attention_inputs(
-        hidden_states, position_embeddings, _heads(self), projections, _head_norms(self)
+        hidden_states, position_embeddings, _heads(self), projections, _head_norms(self, form)
     )
     if past_key_values is not None:
         key, value = _append_to_cache(past_key_values, key, value, self.layer_idx)
@@ -205,9 +205,9 @@ def _heads(module: Any) -> Heads:
     return Heads(queries, queries // module.num_key_value_groups, module.head_dim)
 
 
-def _head_norms(module: Any) -> Norms | None:
+def _head_norms(module: Any, form: AttentionForm) -> Norms | None:
     """Return the norms of queries and keys, which Qwen3 and Gemma 3 have for each head."""
-    if not hasattr(module, "q_norm"):
+    if not form.norms_heads:
         return None
     from_one = _form(module.q_norm, "RMSNorm") == Scaling.FROM_ONE
     return Norms(module.q_norm.weight, module.k_norm.weight, _eps(module.q_norm), from_one)

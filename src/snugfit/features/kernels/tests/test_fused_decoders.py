@@ -135,6 +135,17 @@ def test_a_fused_model_is_the_model(family: str) -> None:
     hold(plain, fused, 2e-5)
 
 
+def test_a_head_s_norm_of_other_code_stays() -> None:
+    """An attention with the code of Qwen3, whose norms are of another kind, runs its own code."""
+    plain = small("qwen3")
+    for layer in plain.model.layers:
+        layer.self_attn.q_norm = torch.nn.LayerNorm(SIZES["head_dim"])
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    assert not any("forward" in vars(layer.self_attn) for layer in fused.model.layers)
+    hold(plain, fused, 2e-5)
+
+
 def hold_errors(plain: Any, *, autocast: bool) -> None:
     """Check the total error of 16-bit gradients against the error of the model's own code.
 
