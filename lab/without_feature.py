@@ -40,7 +40,13 @@ def technique_words(feature: str) -> str:
     ]
     words = [word for one in gone for word in (one.name, *one.elsewhere, *one.advice)]
     own = next(one for one in features() if one.name == feature)
-    names = [name for defined in own.public_names.values() for name in defined]
+    names = [
+        name
+        for one in features()
+        for module, defined in one.public_names.items()
+        if feature in (one.name, one.needs.get(module))
+        for name in defined
+    ]
     options = [f"--{one.name.replace('_', '-')}" for call in ("plan", "predict") for one in own.options(call)]
     return " ".join([*tasks, *words, *names, *options, f"snugfit.features.{feature}"])
 

@@ -22,7 +22,15 @@ BUILT = {
     "import_code", "model_arguments", "replace_model", "wrap", "make_scaler", "loader_arguments",
     "around_forward", "around_run", "around_rehearsal", "set_process",
 }  # fmt: skip
-LIVE = {"change", "make_scaler", "loader_arguments", "around_forward", "around_run", "set_process"}
+LIVE = {
+    "change",
+    "change_words",
+    "make_scaler",
+    "loader_arguments",
+    "around_forward",
+    "around_run",
+    "set_process",
+}
 ENDS = {
     "plain": BUILT | {"prepare_pieces", "step_runner", "evaluated_model"},
     "accelerate": BUILT | {"accelerate_does_it", "accelerator_arguments"},
@@ -114,11 +122,14 @@ def test_contexts_are_entered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             return around("second")
 
     monkeypatch.setattr(applier, "HANDLERS", (First(), Second()))
-    cpu = torch.device("cpu")
+    cpu, tf32 = torch.device("cpu"), Setup(matmul="tf32")
     with applier.forward_context(Setup(), cpu):
+        pass
+    assert not heard, "a handler outside the core is called only where its field is used"
+    with applier.forward_context(tf32, cpu):
         heard.append("forward")
     assert heard == ["first begins", "second begins", "forward", "second ends", "first ends"]
     heard.clear()
-    with applier.forward_context(Setup(), cpu, in_accelerate=True):
+    with applier.forward_context(tf32, cpu, in_accelerate=True):
         pass
     assert heard == ["first begins", "first ends"]

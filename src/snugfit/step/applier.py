@@ -76,20 +76,23 @@ REFUSED: Mapping[tuple[str, str], str] = {
 _PLAIN = Setup()
 
 
-def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> Iterator[tuple[Handler, Any]]:
-    """Yield the handler of each field of the training settings with the field's value, except for the
-    recipe's slots (choices) in `skip`.
+def _used(setup: Setup, always: Collection[Handler] = ()) -> list[tuple[Handler, Any]]:
+    """Return the handlers in `always`, and those of fields whose values differ from the plain loop's, each
+    with the field's value.
     """
-    for handler in HANDLERS:
-        if handler.slot not in skip:
-            yield handler, getattr(setup, handler.wish)
+    return [
+        (handler, value)
+        for handler in HANDLERS
+        if (value := getattr(setup, handler.wish)) != getattr(_PLAIN, handler.wish) or handler in always
+    ]
 
 
-def _used(setup: Setup) -> list[tuple[Handler, Any]]:
-    """Return the handlers of the fields whose values differ from the plain loop's, each with the field's
-    value.
+def _wishes(setup: Setup, skip: Collection[Slot] = ()) -> list[tuple[Handler, Any]]:
+    """Return the core's handlers, and those of features whose fields are used, each with the field's value.
+    The recipe's slots (choices) in `skip` are left out.
     """
-    return [(wish, value) for wish, value in _wishes(setup) if value != getattr(_PLAIN, wish.wish)]
+    # The default value of a field of the core can need work too, such as setting `attn_implementation`.
+    return [used for used in _used(setup, CORE_HANDLERS) if used[0].slot not in skip]
 
 
 def _first(values: Iterable[T | None]) -> T | None:
@@ -394,7 +397,13 @@ def refuse(live: LiveTraining, target: str, reasons: Iterable[str]) -> None:
 
 
 def change_live(live: LiveTraining, setup: Setup, skip: Collection[Slot] = ()) -> list[str]:
-    """Apply these settings to a model that is already in training; return a line of text for each change."""
+    """Apply these settings to a model that is already in training, after undoing those of another recipe.
+    Return a line of text for each change.
+    """
+    # The code of a later stage encloses that of an earlier one.
+    for handler in reversed(HANDLERS):
+        if handler.slot not in skip:
+            handler.undo(live)
     return [line for handler, value in _wishes(setup, skip) for line in handler.change(value, live)]
 
 

@@ -76,7 +76,7 @@ class Feature:
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {}
     """Module names by slot (choice of a recipe). Each module has one technique of the same name."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Other features that a module of a technique imports. Without them the technique is left out."""
+    """Other features that a module imports. Without them its technique and its public names are left out."""
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names that the package `snugfit` exports, by the module that defines them."""
     removed_options: ClassVar[Mapping[tuple[str, str], str]] = {}

@@ -65,6 +65,8 @@ def public_names() -> dict[str, str]:
         name: f"{feature_packages()[feature.name]}.{module}"
         for feature in features()
         for module, names in feature.public_names.items()
+        # A name whose other feature is deleted is left out.
+        if feature.needs.get(module, feature.name) in feature_packages()
         for name in names
     }
 

@@ -27,21 +27,18 @@ class FreezeHandler(Handler):
         "the recipe."
     }
 
-    def replace_model(self, value: FreezeWish | None, model: Any) -> Any:
+    def replace_model(self, value: FreezeWish, model: Any) -> Any:
         """Freeze parameters of a built model in place, and return the model."""
-        if value is not None:
-            freeze(model, value)
+        freeze(model, value)
         return model
 
-    def change(self, value: FreezeWish | None, live: LiveTraining) -> Iterator[str]:
+    def change(self, value: FreezeWish, live: LiveTraining) -> Iterator[str]:
         """Freeze parameters of the user's model in place, and yield a line of text about it."""
         self.replace_model(value, live.model)
         return iter(())
 
-    def script(self, value: FreezeWish | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: FreezeWish, context: ScriptContext) -> dict[str, Any]:
         """Return Python lines that freeze the same parameters in an exported script."""
-        if value is None:
-            return {}
         if value.last:
             raise context.refusal(self.slot, "a script needs the names of layers: frozen(parts=...)")
         words = value.only or value.parts

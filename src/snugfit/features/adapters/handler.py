@@ -26,24 +26,21 @@ class AdaptHandler(Handler):
         "adapters out of the recipe."
     }
 
-    def import_code(self, value: Call | None) -> None:
+    def import_code(self, value: Call) -> None:
         """Import peft once, before a simulation or a measurement starts."""
-        if value is not None:
-            import_peft()
+        import_peft()
 
-    def replace_model(self, value: Call | None, model: Any) -> Any:
+    def replace_model(self, value: Call, model: Any) -> Any:
         """Return the model with adapters, which the field's function adds."""
-        return value.run(model) if value is not None else model
+        return value.run(model)
 
-    def change(self, value: Call | None, live: LiveTraining) -> Iterator[str]:
+    def change(self, value: Call, live: LiveTraining) -> Iterator[str]:
         """Add adapters to the user's model, and yield a line of text about it."""
         live.model = self.replace_model(value, live.model)
         return iter(())
 
-    def script(self, value: Call | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: Call, context: ScriptContext) -> dict[str, Any]:
         """Return an exported script's lines that add adapters: a call, or the technique's own lines."""
-        if value is None:
-            return {}
         if text := call_text(value, "model"):
             # An adapting function may change the model in place and return None.
             return {"adapting": (text.imported, "", f"model = {text.called} or model")}

@@ -31,23 +31,21 @@ class CompileHandler(Handler):
 
     wish, slot, stage = COMPILE.name, Slot.ENGINE, InstallStage.COMPILE
 
-    def around_run(self, value: CompileWish | None) -> Context | None:
+    def around_run(self, value: CompileWish) -> Context | None:
         """Return a context in which a killed compiler leaves no partial files for later runs."""
-        return whole_files if value is not None and value.backend == "inductor" else None
+        return whole_files if value.backend == "inductor" else None
 
-    def wrap(self, value: CompileWish | None, model: Any) -> None:
+    def wrap(self, value: CompileWish, model: Any) -> None:
         """Compile the model's layers, or the whole model, in place."""
-        if value is not None:
-            compile_parts(model, value)
+        compile_parts(model, value)
 
-    def evaluated_model(self, value: CompileWish | None, loop: Any, build: Callable[[], Any]) -> Any:
+    def evaluated_model(self, value: CompileWish, loop: Any, build: Callable[[], Any]) -> Any:
         """Build the job's model with `build`, compile it for an evaluation, and return it."""
         model = build()
-        if value is not None:
-            compile_evaluated(model, value, generates=loop.job.added_phase is not None)
+        compile_evaluated(model, value, generates=loop.job.added_phase is not None)
         return model
 
-    def refuse_rehearsal(self, value: CompileWish | None, job: Job) -> None:
+    def refuse_rehearsal(self, value: CompileWish, job: Job) -> None:
         """Raise `UsageError` for a job without training steps: compiled evaluation is not simulated."""
         if not job.trains:
             raise UsageError(
@@ -55,23 +53,21 @@ class CompileHandler(Handler):
                 f"run snugfit measure {job.model.name} --phase {job.phase} with this recipe."
             )
 
-    def change(self, value: CompileWish | None, live: LiveTraining) -> Iterator[str]:
-        """Compile an existing model like a new one, and yield a line that describes the change. Parts
-        compiled for another recipe are restored first.
-        """
+    def undo(self, live: LiveTraining) -> None:
+        """Restore the uncompiled parts of a model in training."""
         # The wrappers of recomputation enclose compiled layers, so they are removed first.
         unwrap_layers(live)
         run_as_written(live.model)
-        self.wrap(value, live.model)
-        if value is not None:
-            yield f"{value.what}: compiled, by {live.technique(self.slot)}"
 
-    def script(self, value: CompileWish | None, context: ScriptContext) -> dict[str, Any]:
+    def change(self, value: CompileWish, live: LiveTraining) -> Iterator[str]:
+        """Compile an existing model like a new one, and yield a line that describes the change."""
+        self.wrap(value, live.model)
+        yield f"{value.what}: compiled, by {live.technique(self.slot)}"
+
+    def script(self, value: CompileWish, context: ScriptContext) -> dict[str, Any]:
         """Return an exported script's `torch.nn.Module.compile` lines for the same layers or model. As in
         snugfit's loop, hooks and the switch for checkpointing are outside of the compiled part.
         """
-        if value is None:
-            return {}
         try:
             return {"compiling": compile_lines(context.job, value, trainer=context.trainer)}
         except RecipeError as refused:

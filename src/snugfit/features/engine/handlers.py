@@ -57,10 +57,9 @@ class MastersHandler(Handler):
 
     def wrap(self, value: str, model: Any) -> None:
         """Convert trained weights to bfloat16, each with its low bits in a second tensor."""
-        if value:
-            from snugfit.features.engine.masters.halves import split_weights
+        from snugfit.features.engine.masters.halves import split_weights
 
-            split_weights(model)
+        split_weights(model)
 
 
 class CaptureHandler(Handler):
@@ -71,18 +70,16 @@ class CaptureHandler(Handler):
         "its steps are those of another loop, and only snugfit's own are recorded. snugfit train takes it"
     )
 
-    def fill_multiple(self, value: CaptureWish | None, loop: Any) -> int:
+    def fill_multiple(self, value: CaptureWish, loop: Any) -> int:
         """Return the multiple to which the lengths of recorded batches are padded."""
         # Without a GPU no graph is recorded, so the lengths of batches need not be rounded up.
-        return value.multiple if value is not None and _can_record(loop) else 0
+        return value.multiple if _can_record(loop) else 0
 
-    def step_runner(
-        self, value: CaptureWish | None, loop: Any, runner: StepRunner | None
-    ) -> StepRunner | None:
+    def step_runner(self, value: CaptureWish, loop: Any, runner: StepRunner | None) -> StepRunner | None:
         """Return the runner that records the loop's steps as CUDA graphs and replays them. On a CPU return
         the given runner.
         """
-        if value is None or not _can_record(loop):
+        if not _can_record(loop):
             return runner
         from snugfit.features.engine.replay.step import CapturedStep
 
@@ -91,7 +88,7 @@ class CaptureHandler(Handler):
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
         return CapturedStep(loop, graphs, value.multiple)
 
-    def evaluated_model(self, value: CaptureWish | None, loop: Any, build: Callable[[], Any]) -> Any:
+    def evaluated_model(self, value: CaptureWish, loop: Any, build: Callable[[], Any]) -> Any:
         """Return the job's model, whose decode steps are recorded as CUDA graphs. Raises `UsageError` on a
         CPU.
         """
@@ -108,18 +105,18 @@ class CaptureHandler(Handler):
         record_decoding(model, graphs, lambda note: loop.results.update(note=note))
         return model
 
-    def around_rehearsal(self, value: CaptureWish | None, *, on_gpu: bool) -> Context | None:
+    def around_rehearsal(self, value: CaptureWish, *, on_gpu: bool) -> Context | None:
         """Return a context in which torch's optimizers treat `meta` as a device that records, if a GPU is
         simulated."""
         from snugfit.features.engine.simulated_graphs import recorded_on_shapes
 
-        return recorded_on_shapes if value is not None and on_gpu else None
+        return recorded_on_shapes if on_gpu else None
 
-    def around_run(self, value: CaptureWish | None) -> Context | None:
+    def around_run(self, value: CaptureWish) -> Context:
         """Return a context in which all GPU work runs on one stream other than the default one. CUDA graphs
         cannot record the default stream, and one stream lets all work reuse freed memory.
         """
-        return _on_own_stream if value is not None else None
+        return _on_own_stream
 
 
 class FilledHandler(Handler):
@@ -138,15 +135,15 @@ class FilledHandler(Handler):
         """Return a step's micro-batches, padded to one length."""
         from snugfit.features.engine.replay.batch import fill_up, longest_sequence
 
-        return fill_up(pieces, value, longest_sequence(loop.job)) if value else pieces
+        return fill_up(pieces, value, longest_sequence(loop.job))
 
-    def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context | None:
+    def around_pass(self, value: int, model: Any, batch: dict[str, Any], *, is_last: bool) -> Context:
         """Return a context in which transformers builds attention masks from shapes alone, without reading
         values of the batch.
         """
         from snugfit.features.engine.replay.batch import is_packed, masks_by_shape
 
-        return functools.partial(masks_by_shape, packed=is_packed([batch])) if value else None
+        return functools.partial(masks_by_shape, packed=is_packed([batch]))
 
 
 class ReleaseHandler(Handler):
@@ -160,12 +157,10 @@ class ReleaseHandler(Handler):
         "recipe"
     )
 
-    def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner | None:
+    def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner:
         """Return the runner whose backward passes update the weights, replayed as CUDA graphs if `runner`
         records them.
         """
-        if not value:
-            return runner
         from snugfit.features.engine.updates.passes import ReleasedPasses
 
         return ReleasedPasses(loop, runner)

@@ -20,6 +20,7 @@ from snugfit.step.applier import script_fields
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.step.wishes.python_text import literal
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
+from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -51,6 +52,8 @@ def script_values(
         checkpointing_options=installed.checkpointing_options(),
     )
     wishes = script_fields(context)
+    if to == "deepspeed" and "config" not in wishes:
+        raise context.refusal(Slot.SHARDING, "its steps are not those of DeepSpeed's engine")
     wishes.setdefault("parallel", None)
     arguments = {"dtype": "", **wishes["model_arguments"], **_config_arguments(job)}  # the dtype comes first
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.features.kernels.fields import FUSED, LIGER
@@ -22,12 +22,7 @@ class KernelsHandler(Handler):
     """Base class of handlers that replace torch's kernels in a model's modules."""
 
     slot, stage = Slot.KERNELS, InstallStage.REPLACE
-
-    def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
-        """Apply new kernel settings to a model that is being trained."""
-        if value is not None:
-            self.wrap(value, live.model)
-            yield f"kernels are those of {live.technique(self.slot)}"
+    change_words = "kernels are those of"
 
 
 class FusedHandler(KernelsHandler):
@@ -36,26 +31,24 @@ class FusedHandler(KernelsHandler):
     wish = FUSED.name
     refused: ClassVar[Mapping[str, str]] = {"script": "its kernels are snugfit's own code"}
 
-    def import_code(self, value: FusedWish | None) -> None:
+    def import_code(self, value: FusedWish) -> None:
         """Import snugfit's kernels before a measurement or a simulation begins."""
-        if value is not None:
-            import snugfit.features.kernels.fused_model  # noqa: F401
+        import snugfit.features.kernels.fused_model  # noqa: F401
 
-    def wrap(self, value: FusedWish | None, model: Any) -> None:
+    def wrap(self, value: FusedWish, model: Any) -> None:
         """Replace forward passes of the model's modules by snugfit's kernels."""
-        if value is not None:
-            from snugfit.features.kernels.fused_model import use_fused
+        from snugfit.features.kernels.fused_model import use_fused
 
-            use_fused(model, value.recomputed_mlps)
+        use_fused(model, value.recomputed_mlps)
 
-    def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
+    def around_rehearsal(self, value: FusedWish, *, on_gpu: bool) -> Context | None:
         """Return a context in which a simulation for a CPU runs plain torch in place of Triton kernels; None
         for a GPU.
         """
         from snugfit.features.kernels.operations.shapes_on_cpu import shapes_on_cpu
 
         # On a CPU the operations are plain torch, whose operators a simulation must record.
-        return None if value is None or on_gpu else shapes_on_cpu
+        return None if on_gpu else shapes_on_cpu
 
 
 class LigerHandler(KernelsHandler):
@@ -63,33 +56,30 @@ class LigerHandler(KernelsHandler):
 
     wish = LIGER.name
 
-    def import_code(self, value: LigerWish | None) -> None:
+    def import_code(self, value: LigerWish) -> None:
         """Import Liger and Triton before a simulation or a measurement starts."""
-        if value is not None:
-            from snugfit.features.kernels.liger_model import import_code
+        from snugfit.features.kernels.liger_model import import_code
 
-            import_code()
+        import_code()
 
-    def set_process(self, value: LigerWish | None, device: torch.device) -> None:
+    def set_process(self, value: LigerWish, device: torch.device) -> None:
         """Raise `RecipeError` for a device without a Triton compiler, before the model is built."""
-        if value is not None:
-            from snugfit.features.kernels.liger_model import refuse_without_triton
+        from snugfit.features.kernels.liger_model import refuse_without_triton
 
-            refuse_without_triton(device)
+        refuse_without_triton(device)
 
-    def wrap(self, value: LigerWish | None, model: Any) -> None:
+    def wrap(self, value: LigerWish, model: Any) -> None:
         """Replace code of the model's modules by Liger's kernels."""
-        if value is not None:
-            from snugfit.features.kernels.liger_model import use_liger
+        from snugfit.features.kernels.liger_model import use_liger
 
-            use_liger(model, **value.parts)
+        use_liger(model, **value.parts)
 
-    def script(self, value: LigerWish | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: LigerWish, context: ScriptContext) -> dict[str, Any]:
         """Return the Python lines of an exported script that call Liger's function. The Trainer needs none,
         because an argument makes it call the function.
         """
         # The Trainer applies Liger by one of its own arguments.
-        if value is None or context.trainer:
+        if context.trainer:
             return {}
         options = "".join(f", {name}={given}" for name, given in value.parts.items())
         return {
@@ -108,20 +98,16 @@ class LogitsHandler(Handler):
     refused: ClassVar[Mapping[str, str]] = {
         "script": "snugfit does it with its own code, which a script without snugfit does not have"
     }
+    change_words = "logits are those of"
 
-    def wrap(self, value: LogitsWish | None, model: Any) -> None:
+    def wrap(self, value: LogitsWish, model: Any) -> None:
         """Make the model's head return deferred logits, which are computed in chunks with the loss."""
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 
-        if value is not None:
-            defer_logits(model, value)
+        defer_logits(model, value)
 
-    def change(self, value: LogitsWish | None, live: LiveTraining) -> Iterator[str]:
-        """Change the computation of logits in the head of a model that is being trained, even if it was
-        changed before.
-        """
+    def undo(self, live: LiveTraining) -> None:
+        """Make the head of a model in training return plain logits."""
         from snugfit.features.kernels.head.deferred_logits import defer_logits
 
-        defer_logits(live.model, value)
-        if value is not None:
-            yield f"logits are those of {live.technique(self.slot)}"
+        defer_logits(live.model, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.features.offload.fields import OFFLOAD
@@ -22,20 +22,16 @@ class OffloadHandler(Handler):
     refused: ClassVar[Mapping[str, str]] = {
         "script": "snugfit does it with its own code, which a script without snugfit does not have"
     }
+    change_words = "activations are stored by"
 
-    def wrap(self, value: OffloadWish | None, model: Any) -> None:
+    def wrap(self, value: OffloadWish, model: Any) -> None:
         """Add hooks that offload the model's saved tensors."""
         from snugfit.features.offload.activations import offload_activations
 
-        if value is not None:
-            offload_activations(model, value)
+        offload_activations(model, value)
 
-    def change(self, value: OffloadWish | None, live: LiveTraining) -> Iterator[str]:
-        """Add or replace the offload hooks of an existing model, and yield a line that describes
-        the change.
-        """
+    def undo(self, live: LiveTraining) -> None:
+        """Remove the offload hooks of a model in training."""
         from snugfit.features.offload.activations import offload_activations
 
-        offload_activations(live.model, value)
-        if value is not None:
-            yield f"activations are stored by {live.technique(self.slot)}"
+        offload_activations(live.model, None)

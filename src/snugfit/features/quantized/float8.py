@@ -34,30 +34,22 @@ class Float8Handler(Handler):
     """
 
     wish, slot, stage = FLOAT8.name, Slot.PRECISION, InstallStage.REPLACE
+    change_words = "products of linear layers are those of"
 
-    def import_code(self, value: Float8Wish | None) -> None:
+    def import_code(self, value: Float8Wish) -> None:
         """Import torchao before a simulation or a measurement starts."""
-        if value is not None:
-            import_torchao()
+        import_torchao()
 
-    def wrap(self, value: Float8Wish | None, model: Any) -> None:
+    def wrap(self, value: Float8Wish, model: Any) -> None:
         """Replace the model's linear layers by torchao's, with the same parameters."""
-        if value is not None:
-            convert(model, value)
+        convert(model, value)
 
-    def change(self, value: Float8Wish | None, live: LiveTraining) -> Iterator[str]:
-        """Convert the linear layers of a model that is in training, after undoing the conversion of another
-        recipe.
-        """
+    def undo(self, live: LiveTraining) -> None:
+        """Restore the original linear layers of a model in training."""
         put_back(live.model)
-        self.wrap(value, live.model)
-        if value is not None:
-            yield f"products of linear layers are those of {live.technique(self.slot)}"
 
-    def script(self, value: Float8Wish | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: Float8Wish, context: ScriptContext) -> dict[str, Any]:
         """Return the lines of an exported script that call torchao's conversion on the same layers."""
-        if value is None:
-            return {}
         return {"converting": script_lines(value, context.job)}
 
 

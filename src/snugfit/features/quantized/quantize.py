@@ -34,39 +34,32 @@ class QuantizeHandler(Handler):
     wish, slot, stage = QUANTIZE.name, Slot.ADAPTERS, InstallStage.BUILD
     refused: ClassVar[Mapping[str, str]] = {"fit": _LIVE, "custom_loop": _LIVE}
 
-    def import_code(self, value: QuantizeWish | None) -> None:
+    def import_code(self, value: QuantizeWish) -> None:
         """Import bitsandbytes before a simulation or a measurement starts."""
-        if value is not None:
-            from snugfit.hub_kernels import import_bitsandbytes
+        from snugfit.hub_kernels import import_bitsandbytes
 
-            import_bitsandbytes()
+        import_bitsandbytes()
 
-    def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
+    def model_arguments(self, value: QuantizeWish) -> dict[str, Any]:
         """Return the keyword argument of `instantiate` with which the model is built quantized, in a dict."""
-        return (
-            {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
-            if value is not None
-            else {}
-        )
+        return {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
 
-    def around_run(self, value: QuantizeWish | None) -> Context | None:
+    def around_run(self, value: QuantizeWish) -> Context | None:
         """Return a context in which weights are quantized in the order of the current stream's work."""
         import torch
 
-        if value is None or not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             return None
         from snugfit.features.quantized.default_stream import quantize_in_order
 
         return quantize_in_order
 
-    def script(self, value: QuantizeWish | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: QuantizeWish, context: ScriptContext) -> dict[str, Any]:
         """Return the `quantization_config` argument of `from_pretrained` for an exported script.
 
         Unquantized weights are loaded in the dtype of the products. With autocast they are cast to fp32
         afterwards.
         """
-        if value is None:
-            return {}
         setup = context.setup
         weights = setup.created_dtype(context.job)
         computed = setup.product_dtype(context.job)

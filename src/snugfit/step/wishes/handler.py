@@ -126,8 +126,8 @@ class Handler:
     """Base class that applies one field of `Setup` to models, loops and exported scripts. The methods of this
     class do nothing; a handler overrides those that its field needs.
 
-    Some methods change a model's code, distribute it, or surround its forward and backward passes. They are
-    called only where the value differs from the plain loop's (`applier._used`).
+    A feature's methods are called only where the value differs from the plain loop's, except for `undo`. So
+    are the core's methods that distribute a model or surround its passes (`applier._used`).
     """
 
     wish: ClassVar[str]
@@ -144,6 +144,11 @@ class Handler:
 
     accelerate_does_it: ClassVar[bool] = False
     """True if accelerate's own arguments apply the field around a forward pass."""
+
+    change_words: ClassVar[str] = ""
+    """Words before the technique's name in the message of `change`, which wraps a model in training. Empty if
+    `change` does nothing, or the handler overrides it.
+    """
 
     read_by_loops: ClassVar[bool] = False
     """True if every training loop reads the field from the Setup and implements it itself."""
@@ -216,9 +221,14 @@ class Handler:
         """Yield reasons why a model in training (live) cannot continue with the field's new value."""
         return iter(())
 
+    def undo(self, live: LiveTraining) -> None:
+        """Remove the field's changes of the code of a model in training, which another recipe made."""
+
     def change(self, value: Any, live: LiveTraining) -> Iterator[str]:
         """Apply the field's new value to a model in training, and yield a message for each change."""
-        return iter(())
+        if self.change_words:
+            self.wrap(value, live.model)
+            yield f"{self.change_words} {live.technique(self.slot)}"
 
     # ---- a scaler, a loader ----
 

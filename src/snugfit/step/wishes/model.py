@@ -176,9 +176,12 @@ class CheckpointHandler(Handler):
         if value is not None:
             checkpoint_layers(model, value)
 
-    def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
-        """Wrap the chosen layers of a live model for checkpointing, after removing earlier wrappers."""
+    def undo(self, live: LiveTraining) -> None:
+        """Remove the wrappers of an earlier recipe from the layers of a live model."""
         unwrap_layers(live)
+
+    def change(self, value: CheckpointWish | None, live: LiveTraining) -> Iterator[str]:
+        """Wrap the chosen layers of a live model for checkpointing."""
         stop_own_checkpointing(live.model)
         own = [(module, _own_forward(module)) for module in live.model.modules()]
         self.wrap(value, live.model)

@@ -88,11 +88,11 @@ class ParallelHandler(Handler):
         import torch.distributed.pipelining
         import torch.nn.parallel  # noqa: F401
 
-    def model_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+    def model_arguments(self, value: ParallelWish) -> dict[str, Any]:
         """Register ring attention (sequences cut over ranks) in transformers, so that the model's constructor
         finds it by name. Return no arguments.
         """
-        if value is not None and value.context > 1:
+        if value.context > 1:
             ring_attention.register()
         return {}
 
@@ -231,15 +231,13 @@ class ParallelHandler(Handler):
         if value.weights == "sharded":
             by_accelerate.name_layers(accelerator, model)
 
-    def accelerator_arguments(self, value: ParallelWish | None) -> dict[str, Any]:
+    def accelerator_arguments(self, value: ParallelWish) -> dict[str, Any]:
         """Return the keyword arguments of `Accelerator` for several processes, as a dict."""
-        return by_accelerate.accelerator_arguments(value) if value is not None else {}
+        return by_accelerate.accelerator_arguments(value)
 
-    def training_arguments(
-        self, value: ParallelWish | None, job: Job, device: torch.device
-    ) -> dict[str, Any]:
+    def training_arguments(self, value: ParallelWish, job: Job, device: torch.device) -> dict[str, Any]:
         """Return the `TrainingArguments` that distribute the model over several processes, as a dict."""
-        return by_accelerate.training_arguments(value) if value is not None else {}
+        return by_accelerate.training_arguments(value)
 
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
         """After the first update, free the GPU memory of DDP's first gradient buckets, which NCCL still
@@ -260,11 +258,11 @@ class ParallelHandler(Handler):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def script(self, value: ParallelWish | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: ParallelWish, context: ScriptContext) -> dict[str, Any]:
         """Return values for the template of an exported training script: the code that wraps the model in DDP
         or FSDP2.
         """
-        return {} if value is None else parallel_fields(value, context)
+        return parallel_fields(value, context)
 
 
 def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:

@@ -63,13 +63,9 @@ class ShardingHandler(Handler):
         checkpoint supports."""
         refuse_training(value)
 
-    def training_arguments(
-        self, value: ShardingWish | None, job: Job, device: torch.device
-    ) -> dict[str, Any]:
+    def training_arguments(self, value: ShardingWish, job: Job, device: torch.device) -> dict[str, Any]:
         """Return the Trainer's arguments with DeepSpeed's configuration, `auto` for the values that the
         Trainer computes."""
-        if value is None:
-            return {}
         bf16 = value.dtype == "bfloat16"
         config = {
             "zero_optimization": zero_section(value, dict.fromkeys(AUTO, "auto"), swap_folder(value)),
@@ -78,13 +74,11 @@ class ShardingHandler(Handler):
         }
         return {"deepspeed": config, "bf16": bf16}
 
-    def script(self, value: ShardingWish | None, context: ScriptContext) -> dict[str, Any]:
+    def script(self, value: ShardingWish, context: ScriptContext) -> dict[str, Any]:
         """Return DeepSpeed's configuration for an exported script of its engine; the Trainer's arguments have
         it already. Raises `RecipeError` for other loops.
         """
-        if value is None and context.target == "deepspeed":
-            raise context.refusal(self.slot, "its steps are not those of DeepSpeed's engine")
-        if value is None or context.trainer:
+        if context.trainer:
             return {}
         if context.target != "deepspeed":
             raise context.refusal(
