@@ -44,7 +44,7 @@ def technique_words(feature: str) -> str:
         name
         for one in features()
         for module, defined in one.public_names.items()
-        if feature in (one.name, one.needs.get(module))
+        if feature in (one.name, one.needs.get(module.rpartition(".")[2]))
         for name in defined
     ]
     options = [f"--{one.name.replace('_', '-')}" for call in ("plan", "predict") for one in own.options(call)]

@@ -20,7 +20,7 @@ from snugfit.documents import read_document, write_document
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.training.checkpoint.facts import compare_facts, flatten, schedule_facts
+from snugfit.training.checkpoint.facts import compare_facts, flatten
 from snugfit.training.checkpoint.manifest import MANIFEST, checksum
 from snugfit.training.run.run import depends_on_length
 from tiers import slow_but
@@ -321,16 +321,3 @@ def test_settings_are_flat_and_what_json_cannot_hold_is_left_out() -> None:
     assert flatten("config", settings) == {
         "config.rope.theta": 1e4, "config.kinds": ["a", "b"], "config.inf": "inf",
     }  # fmt: skip
-
-
-def test_schedules_are_compared_by_their_settings_and_parts() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedules = torch.optim.lr_scheduler
-
-    def chain(gamma: float) -> Any:
-        parts = [schedules.ConstantLR(optimizer), schedules.ExponentialLR(optimizer, gamma)]
-        return schedules.SequentialLR(optimizer, parts, milestones=[5])
-
-    before, now = ({"facts": schedule_facts(chain(gamma)), "versions": {}} for gamma in (0.9, 0.8))
-    differing = compare_facts(before, now)
-    assert differing == ["schedule.1.gamma was 0.9 and is now 0.8"]

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from snugfit.errors import JobError
-from snugfit.frontends.items import pieces_of, samples_in
 from snugfit.job.batch import label_items, synthetic
 from snugfit.job.batch_layout import BatchLayout
 from snugfit.job.job import Job, Task
@@ -118,17 +117,6 @@ def test_nested_batches_are_placed_and_cut() -> None:
     job = Job(model=Model.from_module(Nested(), example), task=Task.CUSTOM, batch_size=4)
     for recipe in ("plain", "micro_batches(2)"):
         assert rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy()).peak()[0]
-
-
-def test_loops_of_the_user_s_cut_only_what_holds_samples() -> None:
-    assert samples_in(pictures()) == 2
-    assert [piece is batch for batch in (pictures(),) for piece in pieces_of(batch, 2)] == [True]
-    with pytest.raises(JobError, match=r"pieces of 1.*pixel_values 32.*whole batch at once"):
-        list(pieces_of(pictures(), 1))
-    batch = {"ids": torch.arange(5), "names": list("abcde"), "scale": torch.tensor(2.0)}
-    pieces = list(pieces_of(batch, 2))
-    assert [piece["names"] for piece in pieces] == [["a", "b"], ["c", "d"], ["e"]]
-    assert all(piece["scale"] == 2 for piece in pieces)
 
 
 @pytest.mark.parametrize(

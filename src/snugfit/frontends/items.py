@@ -1,11 +1,10 @@
-"""Operations on a user's batch: counting the terms of its loss, splitting it into micro-batches, and writing
-it to a file. A micro-batch is weighted by its fraction of the whole batch's loss terms.
+"""Counts of a batch's samples and of its loss terms. A micro-batch is weighted by its fraction of the whole
+batch's terms.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED
@@ -13,8 +12,6 @@ from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.training.checkpoint.facts import model_class
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 
@@ -75,36 +72,6 @@ def _count(batch: Mapping[str, Any], shifts: bool, dims: BatchDims | None) -> to
     return labels.ne(IGNORED).sum()
 
 
-def pieces_of(
-    batch: Mapping[str, Any], rows: int | None, dims: BatchDims | None = None
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the batch in parts of at most `rows` samples; a tensor without a sample dimension is in each
-    part.
-
-    Raises `JobError` for a batch with unclear dimensions.
-    """
-    layout = layout_of(batch, dims)
-    if rows is None or (layout.rows and layout.samples <= rows):
-        yield batch
-        return
-    layout.refuse_unclear(
-        f"The batch must be cut into pieces of {rows}",
-        "Name them with batch_dims={'edges': None, 'x': 0} of fit and accelerate. None is for a tensor that "
-        "is never cut, and a number for the dimension of its samples. Or train with the whole batch at "
-        "once.",
-    )
-    for start in range(0, layout.samples, rows):
-        yield layout.part(batch, start, start + rows)
-
-
-def join_pieces(pieces: Sequence[Mapping[str, Any]], dims: BatchDims | None = None) -> dict[str, Any] | None:
-    """Join micro-batches into one batch; None if their tensors do not fit together."""
-    try:
-        return layout_of(pieces[0], dims).join(pieces)
-    except (KeyError, RuntimeError, TypeError):
-        return None
-
-
 def shifts_labels(model: torch.nn.Module) -> bool:
     """Return True for one of transformers' decoders, whose losses shift their labels by one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -112,25 +79,3 @@ def shifts_labels(model: torch.nn.Module) -> bool:
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     two_stacks = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     return model_class(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not two_stacks
-
-
-def write_batch(folder: Path, step: int, batch: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
-    """Write a step's micro-batches to one file, each tensor by micro-batch number and name, if the disk
-    permits.
-
-    Return the file's path; its name has the rank, except for rank 0.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    file = folder / f"nonfinite-step-{step}{f'-rank-{rank}' if rank else ''}.safetensors"
-    tensors = {
-        # safetensors requires contiguous tensors.
-        f"{number}.{name}": value.detach().cpu().contiguous()
-        for number, micro_batch in enumerate(batch)
-        for name, value in leaves(micro_batch)
-        if isinstance(value, torch.Tensor)
-    }
-    with contextlib.suppress(OSError):
-        save_file(tensors, file)
-    return file

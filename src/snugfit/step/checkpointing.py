@@ -69,18 +69,6 @@ def stop_own_checkpointing(model: Any) -> None:
         getattr(model, f"{known}_disable")()
 
 
-def copy_without_data(model: Any) -> Any:
-    """Return a copy of the model on `meta`, without transformers' own checkpointing of layers."""
-    import torch
-
-    from snugfit.job.clone import clone_to_device
-
-    with torch.device("meta"):
-        copy = clone_to_device(model)
-    stop_own_checkpointing(copy)
-    return copy
-
-
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     """Return the model's stacks of layers, outermost only.
 

@@ -66,7 +66,7 @@ def public_names() -> dict[str, str]:
         for feature in features()
         for module, names in feature.public_names.items()
         # A name whose other feature is deleted is left out.
-        if feature.needs.get(module, feature.name) in feature_packages()
+        if feature.needs.get(module.rpartition(".")[2], feature.name) in feature_packages()
         for name in names
     }
 

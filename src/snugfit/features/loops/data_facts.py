@@ -14,7 +14,8 @@ from typing import Any
 
 from snugfit.features.loops.loader import count_of, fingerprint_of
 from snugfit.features.loops.own_state import OwnState
-from snugfit.training.checkpoint.facts import CONTENT, Facts, settings_of
+from snugfit.features.loops.users_optimizer import settings_of
+from snugfit.training.checkpoint.facts import CONTENT, Facts
 from snugfit.training.rng import preserve_rng
 
 READ = 8

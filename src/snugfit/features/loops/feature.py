@@ -13,7 +13,7 @@ from snugfit.techniques.feature import Feature
 class Loops(Feature):
     """The feature that adds `fit` and `accelerate`: training in the user's own loop or Trainer."""
 
-    needs: ClassVar[Mapping[str, str]] = {"trainer.callback": "watch"}
+    needs: ClassVar[Mapping[str, str]] = {"callback": "watch"}
     public_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "custom_loop.accelerate": ("accelerate",),
         "trainer.fit": ("fit",),

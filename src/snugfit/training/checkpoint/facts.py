@@ -17,7 +17,6 @@ facts.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import types
@@ -43,10 +42,8 @@ even between versions of the packages."""
 CONTENT = "dataset.content"
 """Name of the fact that is a checksum of the dataset. Its values are not shown in errors."""
 
-_FACTOR = ".factor at step"
-
-_STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000)
-"""Step numbers at which a learning rate schedule is evaluated for comparison (chosen)."""
+FACTOR = ".factor at step"
+"""Part of a fact's name, for the factor of a learning-rate schedule at one step."""
 
 _NO_CONFIG_FACTS = frozenset({
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "problem_type", "id2label",
@@ -60,15 +57,7 @@ _NO_ADAPTER_FACTS = frozenset({
 })  # fmt: skip
 """Fields of an adapter's config that are not compared, since they do not change the computation."""
 
-_NO_GROUP_FACTS = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"})
-"""Fields of an optimizer's parameter group that are not compared, since they only select an implementation.
-"""
-
-_PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
-"""Fields of a schedule's state that are progress, not settings. Fields with a leading `_` are no settings
-either."""
-
-_NO_FACT = object()
+NO_FACT = object()
 """Marker for a setting without a JSON form, which checkpoints neither record nor compare."""
 
 
@@ -93,7 +82,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     wrong = differences(before, now, names) if names else []
     wrong = [f"{text}{CONTINUE_ADVICE}" if text.startswith(CODE) else text for text in wrong]
     # If the schedule differs, it differs at many steps, so only the first one is reported.
-    factors = [text for text in wrong if _FACTOR in text]
+    factors = [text for text in wrong if FACTOR in text]
     wrong = [text for text in wrong if text not in factors[1:]]
     # If one run has not recorded this fact, both count as equal.
     if before.get(CONTENT, now.get(CONTENT)) != now.get(CONTENT, before.get(CONTENT)):
@@ -169,72 +158,6 @@ def _adapters(model: Any) -> Facts:
     return facts
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
-    """Return properties that identify a new optimizer: its class, and the numbers in its parameter groups.
-
-    After a first step this is its class alone, because some optimizers count steps in their groups.
-    """
-    facts: Facts = {"optimizer.class": type(optimizer).__name__}
-    if optimizer.state:
-        return facts
-    names = dict.fromkeys(name for group in optimizer.param_groups for name in group)
-    for name in (name for name in names if name not in _NO_GROUP_FACTS):
-        source = [
-            # A new schedule changes `lr`, so `initial_lr` is recorded.
-            group.get("initial_lr", group.get("lr")) if name == "lr" else group.get(name)
-            for group in optimizer.param_groups
-        ]
-        values = [_plain(value) for value in source]
-        if not any(value is _NO_FACT for value in values):
-            facts[f"optimizer.{name}"] = values[0] if values.count(values[0]) == len(values) else values
-    return facts
-
-
-def schedule_facts(scheduler: Any, prefix: str = "schedule") -> Facts:
-    """Return properties that identify a new schedule: its class, its settings, its factors, and those of its
-    inner schedules.
-
-    After a first step this is its class alone.
-    """
-    facts: Facts = {f"{prefix}.class": type(scheduler).__name__}
-    if getattr(scheduler, "last_epoch", 0) not in (0, -1):
-        return facts
-    settings = {name: value for name, value in scheduler.state_dict().items() if name not in _PROGRESS}
-    facts |= flatten(prefix, settings)
-    for number, part in enumerate(getattr(scheduler, "_schedulers", ())):
-        facts |= schedule_facts(part, f"{prefix}.{number}")
-    return facts | _factors(scheduler, prefix)
-
-
-def _factors(scheduler: Any, prefix: str) -> Facts:
-    """Return the learning-rate factors that a schedule's functions compute for some steps.
-
-    Callable objects are not called, because they may have a state.
-    """
-    facts: Facts = {}
-    for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
-        if not isinstance(getattr(function, "func", function), types.FunctionType):
-            continue
-        group = f", group {number}" if number else ""
-        for step in _STEPS:
-            try:
-                facts[f"{prefix}{_FACTOR} {step}{group}"] = float(function(step))
-            except Exception:  # such as the end of a table; training will raise it again
-                break
-    return facts
-
-
-def settings_of(prefix: str, owner: Any) -> Facts:
-    """Return the class and the plain public attributes of a user's object, such as a collator's mask rate, to
-    compare runs.
-
-    A function has no such attributes.
-    """
-    if owner is None or isinstance(owner, types.FunctionType | types.MethodType | functools.partial):
-        return {}
-    return {f"{prefix}.class": type(owner).__name__, **flatten(prefix, getattr(owner, "__dict__", {}))}
-
-
 def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
     """Return nested settings as a flat dict by path, without values that JSON lacks and names with a leading
     `_`.
@@ -246,13 +169,13 @@ def flatten(prefix: str, settings: Mapping[Any, Any]) -> Facts:
             continue
         if isinstance(value, Mapping):
             facts |= flatten(name, value)
-        elif (plain := _plain(value)) is not _NO_FACT:
+        elif (plain := plain_value(value)) is not NO_FACT:
             facts[name] = plain
     return facts
 
 
-def _plain(value: Any) -> Any:
-    """Return a value in JSON form: a number, text, or a list of them; `_NO_FACT` for any other type."""
+def plain_value(value: Any) -> Any:
+    """Return a value in JSON form: a number, text, or a list of them; `NO_FACT` for any other type."""
     if getattr(value, "ndim", 1) == 0:  # a scalar tensor or numpy number
         value = value.item()
     if isinstance(value, str):
@@ -260,8 +183,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         value = sorted(map(str, value))
     if isinstance(value, list | tuple):
-        values = [_plain(part) for part in value]
-        return _NO_FACT if any(part is _NO_FACT for part in values) else values
+        values = [plain_value(part) for part in value]
+        return NO_FACT if any(part is NO_FACT for part in values) else values
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
-    return value if value is None or isinstance(value, bool | int | float) else _NO_FACT
+    return value if value is None or isinstance(value, bool | int | float) else NO_FACT

@@ -1,22 +1,19 @@
-"""Saving and restoring of an optimizer's state, and refusal of optimizers that cannot be resumed.
+"""Saving and restoring of an optimizer's state.
 
 States are saved and restored unchanged. torch's own `load_state_dict` casts each state to its parameter's
 dtype, which would round Adafactor's fp32 moments of bf16 weights. bitsandbytes' `state_dict` changes the form
 of its states for FSDP.
 
 Some optimizers store more than torch requires: states under names instead of parameters, numbers and tensors
-as attributes. These are saved too. Values that cannot be saved (an object, a function, another optimizer)
-raise an error that names them. An optimizer that updates weights within the backward pass is refused too: a
-rejected step would already have changed weights.
+as attributes. These are saved too.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import SnugfitError, UsageError
+from snugfit.errors import SnugfitError
 from snugfit.techniques.registry import hooks
 from snugfit.training.checkpoint.parts import state_parts, updated_elsewhere
 
@@ -97,65 +94,3 @@ def _own_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if name not in _TORCHS_OWN and (number or isinstance(value, torch.Tensor)):
             yield name, value
-
-
-# ---- refused ---------------------------------------------------------------------------------------------
-
-
-def refuse_optimizer(optimizer: Any, *, keeps: bool) -> None:
-    """Raise `UsageError` for an optimizer whose steps cannot be checked or repeated.
-
-    If the run `keeps` checkpoints, an optimizer that wraps other optimizers is refused too.
-    """
-    kind = type(optimizer).__name__
-    # The first attribute identifies transformers' layerwise optimizers, the second one LOMO.
-    if hasattr(optimizer, "optimizer_dict") or hasattr(optimizer, "fused_backward"):
-        raise UsageError(
-            f"{kind} updates weights during the backward pass. Then no step can be stopped before its "
-            "update, or repeated. Use an optimizer that updates after it (not a layerwise one), or train "
-            "without snugfit."
-        )
-    if (needed := _argument_of_step(optimizer)) is not None:
-        raise UsageError(
-            f"{kind}.step() needs {needed!r}, because it computes the loss several times per step, but "
-            "snugfit computes it once. Use another optimizer, or train without snugfit."
-        )
-    inner = [name for name, value in vars(optimizer).items() if _holds_optimizers(value)]
-    if keeps and inner:
-        raise UsageError(
-            f"{kind} contains other optimizers ({', '.join(inner)}), whose states no checkpoint would "
-            "contain. Give only the inner one, or train without snugfit."
-        )
-
-
-def _argument_of_step(owner: Any) -> str | None:
-    """Return the name of the first required argument of an optimizer's or a schedule's `step`; None without
-    one.
-    """
-    try:  # of the class, since schedules wrap the object's method
-        parameters = list(inspect.signature(type(owner).step).parameters.values())[1:]
-    except (AttributeError, TypeError, ValueError):
-        return None
-    flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return next(
-        (part.name for part in parameters if part.default is part.empty and part.kind not in flexible), None
-    )
-
-
-def _holds_optimizers(value: Any) -> bool:
-    import torch
-
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(part, torch.optim.Optimizer) for part in values)
-
-
-def refuse_schedule(scheduler: Any) -> None:
-    """Raise `UsageError` for a schedule whose `step` needs arguments."""
-    if (needed := _argument_of_step(scheduler)) is not None:
-        raise UsageError(
-            f"{type(scheduler).__name__}.step() needs {needed!r}, but snugfit steps a scheduler once per "
-            "step, without arguments. Leave scheduler out and step it in your loop. Checkpoints then save "
-            "the learning rate that it set, but not its own state."
-        )

@@ -27,7 +27,6 @@ from snugfit.techniques.several_gpus import on_gpus
 from snugfit.training.checkpoint.optimizer_state import (
     optimizer_state,
     parameters_of,
-    refuse_optimizer,
     restore_optimizer,
 )
 from snugfit.training.checkpoint.parts import updated_elsewhere
@@ -111,5 +110,6 @@ def test_a_loop_that_keeps_one_process_s_states_refuses_it() -> None:
     """`fit` and accelerate refuse sharded optimizer states, since only their first process writes
     checkpoints.
     """
+    users_optimizer = pytest.importorskip("snugfit.features.loops.users_optimizer")
     with of_rank(0) as state, pytest.raises(UsageError, match="ZeroRedundancyOptimizer"):
-        refuse_optimizer(state.optimizer, keeps=True)
+        users_optimizer.refuse_optimizer(state.optimizer, keeps=True)

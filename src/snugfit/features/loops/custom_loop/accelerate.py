@@ -31,6 +31,8 @@ from snugfit.features.loops.custom_loop.checkpoints import RunCheckpoints, RunFo
 from snugfit.features.loops.custom_loop.run import HandRun
 from snugfit.features.loops.custom_loop.step import CustomStep, ItemsOf, LossOf
 from snugfit.features.loops.loader import example_of, is_plain, made_like
+from snugfit.features.loops.meta_copy import copy_without_data
+from snugfit.features.loops.users_optimizer import refuse_optimizer, refuse_schedule
 from snugfit.frontends.items import samples_in
 from snugfit.frontends.own import capability_of, folder_of, options_of
 from snugfit.job.batch_layout import BatchDims
@@ -41,14 +43,12 @@ from snugfit.planning.request import refuse_non_callables
 from snugfit.report.watching import Watching
 from snugfit.step.applier import change_live, loader_arguments, make_scaler, objections, set_process
 from snugfit.step.applier import refuse as refuse_for
-from snugfit.step.checkpointing import copy_without_data
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.model import dtype_of
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.optimizer_state import refuse_optimizer, refuse_schedule
 from snugfit.training.checkpoint.state import TrainState, refuse_unpackable
 from snugfit.training.journal import Journal
 from snugfit.training.ranks import world

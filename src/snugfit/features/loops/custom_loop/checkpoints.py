@@ -18,14 +18,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.features.loops.custom_loop.batches import Batches
 from snugfit.features.loops.same_run import refuse_another_run
+from snugfit.features.loops.users_optimizer import optimizer_facts, schedule_facts
 from snugfit.training.checkpoint.code_facts import code_facts
-from snugfit.training.checkpoint.facts import (
-    FACTS,
-    forward_facts,
-    model_facts,
-    optimizer_facts,
-    schedule_facts,
-)
+from snugfit.training.checkpoint.facts import FACTS, forward_facts, model_facts
 from snugfit.training.checkpoint.lock import LOCK
 from snugfit.training.checkpoint.manager import CheckpointManager, open_store
 from snugfit.training.checkpoint.state import TrainState, as_written, check_packable, restore, snapshot

@@ -31,7 +31,8 @@ from snugfit.features.loops.backward_updates import BackwardWatch
 from snugfit.features.loops.custom_loop.batches import Batches
 from snugfit.features.loops.custom_loop.checkpoints import RunCheckpoints
 from snugfit.features.loops.custom_loop.step import CustomStep
-from snugfit.frontends.items import pieces_of, samples_in, write_batch
+from snugfit.features.loops.pieces import pieces_of, write_batch
+from snugfit.frontends.items import samples_in
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.batch import tokens_of

@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.features.loops.pieces import join_pieces, write_batch
 from snugfit.features.loops.trainer.live_trainer import loss_since_log
 from snugfit.features.loops.trainer.out_of_memory import switch_to_smaller
 from snugfit.features.loops.trainer.plan import compared_job
 from snugfit.features.loops.trainer.step_timer import StepFigures
-from snugfit.frontends.items import join_pieces, write_batch
 from snugfit.training.interrupt import EvaluationStopped
 from snugfit.training.rng import rng_states, set_rng_states
 from snugfit.training.run.loop import NonFinite

@@ -42,22 +42,17 @@ from snugfit.features.loops.trainer.setup import brings_optimizer, change_recipe
 from snugfit.features.loops.trainer.state_files import StateFiles, check_trainer_state
 from snugfit.features.loops.trainer.trainer_hooks import calls_on_save, push_checkpoint
 from snugfit.features.loops.trainer.users_files import UsersFiles
-from snugfit.techniques.recipe import Recipe
-from snugfit.training.checkpoint.code_facts import code_facts
-from snugfit.training.checkpoint.facts import (
-    FACTS,
-    Facts,
-    compare_facts,
-    flatten,
-    forward_facts,
-    model_facts,
+from snugfit.features.loops.users_optimizer import (
     optimizer_facts,
+    refuse_optimizer,
     schedule_facts,
     settings_of,
 )
+from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.code_facts import code_facts
+from snugfit.training.checkpoint.facts import FACTS, Facts, compare_facts, flatten, forward_facts, model_facts
 from snugfit.training.checkpoint.manager import CheckpointManager, Writable, differences, named_step
 from snugfit.training.checkpoint.manifest import Checkpoint, verify
-from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 from snugfit.training.checkpoint.packed_state import pack, unpack
 from snugfit.training.checkpoint.state import RunProgress, Snapshot, TrainState
 from snugfit.training.ranks import ALONE, Ranks

@@ -10,12 +10,12 @@ from typing import Any
 
 from snugfit.errors import UsageError
 from snugfit.features.loops.loader import count_of, example_of
+from snugfit.features.loops.meta_copy import copy_without_data
 from snugfit.features.loops.trainer.live_trainer import bare_model, loading_batches_of, without_loader_record
 from snugfit.frontends.items import samples_in
 from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
-from snugfit.step.checkpointing import copy_without_data
 
 SAMPLES = 16
 """Number of samples to choose from for the comparison of losses, if the global batch has as many."""

@@ -15,6 +15,7 @@ from snugfit.features.loops.trainer.live_trainer import made_by_accelerate, repl
 from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import refuse_in_several_processes
 from snugfit.features.loops.trainer.trainer_hooks import overrides
+from snugfit.features.loops.users_optimizer import refuse_optimizer
 from snugfit.frontends.own import capability_of
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
@@ -24,7 +25,6 @@ from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques import roster
 from snugfit.techniques.registry import features
 from snugfit.techniques.technique import Slot
-from snugfit.training.checkpoint.optimizer_state import refuse_optimizer
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from snugfit.errors import SnugfitError
 from snugfit.features.loops.loader import renew_workers
+from snugfit.features.loops.pieces import pieces_of
 from snugfit.features.loops.trainer.boundary import (
     begin_step,
     compare_again,
@@ -40,7 +41,6 @@ from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import with_some_item
 from snugfit.features.loops.trainer.setup import brings_optimizer, optimizer_for
 from snugfit.features.loops.trainer.trainer_hooks import StepEnd, bases_that_keep
-from snugfit.frontends.items import pieces_of
 from snugfit.step.applier import forward_context, run_context, set_process
 from snugfit.step.clipping import tensor_parts
 from snugfit.step.memory_errors import memory_cause
