@@ -1,21 +1,19 @@
-"""Conversion of recipes to other libraries' arguments and back, by the counterparts that each technique
-declares.
+"""Conversion of other libraries' arguments to recipes, by the counterparts that each technique declares.
 
-No technique is named here: `Technique.counterparts` is the only source, in both directions. If several
-techniques of a slot match the same arguments, the one with more fixed values is returned. For example, an
-accumulation of 1 is the whole batch, and not one micro-batch.
+No technique is named here: `Technique.counterparts` is the only source. If several techniques of a slot match
+the same arguments, the one with more fixed values is returned. For example, an accumulation of 1 is the whole
+batch, and not one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from snugfit.errors import RecipeError
 from snugfit.techniques import roster
 from snugfit.techniques.counterpart import Counterpart, Setting
-from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot, Technique
 
 
@@ -85,49 +83,3 @@ def _technique_from(
         return kind(**settings)
     except RecipeError:
         return None
-
-
-def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ...]]:
-    """Return another library's arguments for a recipe by dotted name, and the techniques without such
-    arguments."""
-    arguments: dict[str, Any] = {}
-    unwritten = []
-    for technique in recipe:
-        for counterpart in technique.counterparts:
-            # A counterpart with a note behaves differently, so it is read and never written.
-            is_written = not counterpart.note and counterpart.used != "to read"
-            if is_written and (own := _arguments_for(counterpart, technique)) is not None:
-                arguments |= own
-                break
-        else:
-            unwritten.append(technique)
-    return arguments, tuple(unwritten)
-
-
-def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
-    """Return another library's arguments for this technique with its settings; None if it has no argument for
-    a setting.
-    """
-    named = {value.name for value in _flat(counterpart.arguments) if isinstance(value, Setting)}
-    for declared in fields(technique):
-        value = getattr(technique, declared.name)
-        implied = counterpart.settings.get(declared.name, declared.default)
-        # The technique has another value of this setting than the arguments imply.
-        if declared.name not in named and value != implied:
-            return None
-    return {key: _with_settings(value, technique) for key, value in counterpart.arguments.items()}
-
-
-def _flat(arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values in nested mappings, such as arguments in named groups."""
-    for value in arguments.values():
-        yield from _flat(value) if isinstance(value, Mapping) else (value,)
-
-
-def _with_settings(value: Any, technique: Technique) -> Any:
-    """Return a value in which each `Setting` is replaced by the value of the technique's setting of that
-    name.
-    """
-    if isinstance(value, Mapping):
-        return {key: _with_settings(part, technique) for key, part in value.items()}
-    return getattr(technique, value.name) if isinstance(value, Setting) else value

@@ -101,7 +101,6 @@ def export(
     """
     from snugfit.cli.request import Request
     from snugfit.features.exchange.export import export as write
-    from snugfit.report.text.files import write_new
     from snugfit.report.text.terminal import show_json
     from snugfit.user_files import writable_folder
 
@@ -169,7 +168,6 @@ def write_export(flags: Mapping[str, Any], answer: Plan | Prediction) -> None:
     if not flags.get("export"):
         return
     from snugfit.features.exchange.export import export as write
-    from snugfit.report.text.files import write_new
     from snugfit.techniques.recipe import Recipe as Parsed
 
     # A plan has a best recipe or none. A prediction has one recipe and its number of GPUs.
@@ -209,3 +207,19 @@ def check(file: File, *, as_json: given.AsJson = False) -> int:
     for one in checked:
         show_json(one.to_json()) if as_json else show(render_check(one))
     return FOUND if any(one.findings for one in checked) else 0
+
+
+def write_new(files: Mapping[Path, str], *, force: bool) -> None:
+    """Write all files or none. Raises `UsageError` for a file that exists already, unless `force` is True."""
+    from snugfit.report.text.files import make_folder, write_atomically
+
+    existing = [str(path) for path in files if path.exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{', '.join(existing)}: already exists. Overwrite it with --force, or choose another name."
+        )
+    # All folders are created first, so that a failure leaves no file behind.
+    for folder in {path.parent for path in files}:
+        make_folder(folder)
+    for path, text in files.items():
+        write_atomically(path, text.encode("utf-8"))

@@ -29,9 +29,9 @@ from snugfit.features.exchange.trainer_arguments import (
     ONE_LABEL,
     divides_by_labels,
     training_arguments,
+    write_arguments,
 )
 from snugfit.techniques.technique import Slot
-from snugfit.techniques.translate import write_arguments
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job

@@ -1,9 +1,15 @@
-"""Conversion of a recipe to the `TrainingArguments` of the installed transformers."""
+"""Conversion of a recipe to other libraries' arguments, and to the `TrainingArguments` of the installed
+transformers.
+
+No technique is named here: `Technique.counterparts` is the only source. `techniques/translate.py` reads the
+same counterparts.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
@@ -11,7 +17,7 @@ from snugfit.features.exchange import installed
 from snugfit.features.exchange.script import samples_at_once
 from snugfit.job.architectures import class_of
 from snugfit.step.checkpointing import layer_names
-from snugfit.techniques.translate import write_arguments
+from snugfit.techniques.counterpart import Counterpart, Setting
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -140,3 +146,52 @@ def _as_installed(arguments: dict[str, Any]) -> dict[str, Any]:
     if name != new:
         arguments = {key.replace(new, name): value for key, value in arguments.items()}
     return arguments
+
+
+# ---- arguments of any library --------------------------------------------------------------------------
+
+
+def write_arguments(recipe: Recipe) -> tuple[dict[str, Any], tuple[Technique, ...]]:
+    """Return another library's arguments for a recipe by dotted name, and the techniques without such
+    arguments."""
+    arguments: dict[str, Any] = {}
+    unwritten = []
+    for technique in recipe:
+        for counterpart in technique.counterparts:
+            # A counterpart with a note behaves differently, so it is read and never written.
+            is_written = not counterpart.note and counterpart.used != "to read"
+            if is_written and (own := _arguments_for(counterpart, technique)) is not None:
+                arguments |= own
+                break
+        else:
+            unwritten.append(technique)
+    return arguments, tuple(unwritten)
+
+
+def _arguments_for(counterpart: Counterpart, technique: Technique) -> dict[str, Any] | None:
+    """Return another library's arguments for this technique with its settings; None if it has no argument for
+    a setting.
+    """
+    named = {value.name for value in _flat(counterpart.arguments) if isinstance(value, Setting)}
+    for declared in fields(technique):
+        value = getattr(technique, declared.name)
+        implied = counterpart.settings.get(declared.name, declared.default)
+        # The technique has another value of this setting than the arguments imply.
+        if declared.name not in named and value != implied:
+            return None
+    return {key: _with_settings(value, technique) for key, value in counterpart.arguments.items()}
+
+
+def _flat(arguments: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values in nested mappings, such as arguments in named groups."""
+    for value in arguments.values():
+        yield from _flat(value) if isinstance(value, Mapping) else (value,)
+
+
+def _with_settings(value: Any, technique: Technique) -> Any:
+    """Return a value in which each `Setting` is replaced by the value of the technique's setting of that
+    name.
+    """
+    if isinstance(value, Mapping):
+        return {key: _with_settings(part, technique) for key, part in value.items()}
+    return getattr(technique, value.name) if isinstance(value, Setting) else value

@@ -12,13 +12,7 @@ ignore it, because they describe later steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-    from snugfit.rehearsal.device.policy import Policy
+from collections.abc import Iterator
 
 # A stack, because the contexts may nest.
 _TIMED: list[bool] = [True]
@@ -29,20 +23,6 @@ def times_anything() -> bool:
     runs.
     """
     return _TIMED[-1]
-
-
-def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
-    """Allocate and free the memory that Inductor's benchmark takes on this GPU, for a kernel that changes
-    these tensors."""
-    import torch
-
-    nbytes = getattr(policy, "cache_bytes", 0)
-    if nbytes and times_anything():
-        # The buffers are alive together until the function returns, as in Inductor's benchmark.
-        beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
-        beside += [
-            torch.empty_like(tensor) for tensor in changes if tensor.numel() * tensor.itemsize <= nbytes
-        ]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from snugfit.documents import write_whole
@@ -14,26 +14,12 @@ def write_atomically(path: Path, content: bytes) -> Path:
     """Write `content` to a file completely or not at all, create its folder if missing, and return the path.
     Raises `UsageError` if it cannot be written.
     """
-    _make(path.parent)
+    make_folder(path.parent)
     try:
         write_whole(path, content)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}). Name another file.") from None
     return path
-
-
-def write_new(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write all files or none. Raises `UsageError` for a file that exists already, unless `force` is True."""
-    existing = [str(path) for path in files if path.exists()]
-    if existing and not force:
-        raise UsageError(
-            f"{', '.join(existing)}: already exists. Overwrite it with --force, or choose another name."
-        )
-    # All folders are created first, so that a failure leaves no file behind.
-    for folder in {path.parent for path in files}:
-        _make(folder)
-    for path, text in files.items():
-        write_atomically(path, text.encode("utf-8"))
 
 
 def check_output(option: str, path: Path, endings: Sequence[str], rule: str) -> None:
@@ -48,7 +34,8 @@ def check_output(option: str, path: Path, endings: Sequence[str], rule: str) -> 
     writable_folder(path.parent)
 
 
-def _make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Create a folder if it is missing. Raises `UsageError` if it cannot be created or written."""
     writable_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

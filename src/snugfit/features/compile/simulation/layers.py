@@ -31,7 +31,7 @@ from snugfit.features.compile.simulation.program import Run, as_boxed, attention
 from snugfit.features.compile.simulation.timed_padding import PaddedProduct, time_padding
 from snugfit.rehearsal.device.autocast import SWITCH
 from snugfit.rehearsal.device.policy import CudaPolicy
-from snugfit.rehearsal.record.first_launches import time_settings
+from snugfit.rehearsal.record.first_launches import times_anything
 
 if TYPE_CHECKING:
     import torch
@@ -556,3 +556,17 @@ def composed_as_elsewhere(resolve_key: Callable[..., Any]) -> Callable[..., Any]
         return resolve_key(operator, mode)
 
     return resolve
+
+
+def time_settings(policy: Policy, changes: Sequence[torch.Tensor]) -> None:
+    """Allocate and free the memory that Inductor's benchmark takes on this GPU, for a kernel that changes
+    these tensors."""
+    import torch
+
+    nbytes = getattr(policy, "cache_bytes", 0)
+    if nbytes and times_anything():
+        # The buffers are alive together until the function returns, as in Inductor's benchmark.
+        beside = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
+        beside += [
+            torch.empty_like(tensor) for tensor in changes if tensor.numel() * tensor.itemsize <= nbytes
+        ]

@@ -23,7 +23,8 @@ from snugfit.errors import RecipeError
 from snugfit.features.distributed.apply.rank_mesh import device_of, mesh_of
 from snugfit.features.distributed.apply.stages import is_tied, parts_of, position_of, shared_weight
 from snugfit.features.distributed.apply.tensor import sum_parts_of_gradients
-from snugfit.step.batches import join, place
+from snugfit.job.batch import FILL
+from snugfit.step.batches import place
 from snugfit.step.clipping import scale, tensor_parts
 
 if TYPE_CHECKING:
@@ -346,3 +347,45 @@ def _stage_class() -> type[PipelineStage]:
             return super().backward_weight_one_chunk(*given, **more)
 
     return ObservedStage
+
+
+def join(pieces: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    """Join `count` micro-batches of equal length and sample count into one host batch, as pipeline stages
+    need it.
+
+    At the end of an epoch samples or micro-batches may be missing. Missing samples are replaced by rows
+    without labels in the loss. A missing micro-batch is replaced by one with a loss that is multiplied by 0.
+    """
+    import torch
+
+    if len(pieces) == count == 1:
+        return dict(pieces[0])
+    shapes = [tuple(piece["input_ids"].shape) for piece in pieces]
+    samples, length = (max(sizes) for sizes in zip(*shapes, strict=True))
+    masked = any("attention_mask" in piece for piece in pieces) or any(size < length for _, size in shapes)
+    full: list[dict[str, Any]] = []
+    for piece in pieces:
+        more = {"attention_mask": torch.ones_like(piece["input_ids"])} if masked else {}
+        full.append(
+            {name: _fill_up(name, value, samples, length) for name, value in {**more, **piece}.items()}
+        )
+    idle = {**full[0], "labels": full[0]["labels"].clamp(min=0)}  # a mean over no labels would be NaN
+    full += [idle] * (count - len(full))
+    return {
+        name: torch.cat([piece[name] for piece in full]) if torch.is_tensor(value) else value
+        for name, value in full[0].items()
+    }
+
+
+def _fill_up(name: str, value: Any, samples: int, length: int) -> Any:
+    """Pad a (B, S) tensor to this number of samples and this length; return other values unchanged."""
+    import torch
+
+    if not torch.is_tensor(value):
+        return value
+    if value.dim() > 1 and name in FILL and value.shape[1] < length:
+        value = torch.nn.functional.pad(value, (0, length - value.shape[1]), value=FILL[name])
+    if len(value) < samples:
+        again = value[:1].expand(samples - len(value), *value.shape[1:])
+        value = torch.cat([value, torch.full_like(again, FILL[name]) if name == "labels" else again])
+    return value

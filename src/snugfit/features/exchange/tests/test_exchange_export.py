@@ -19,7 +19,7 @@ from snugfit.features.exchange.check import Checked, Finding, Fix
 from snugfit.features.exchange.export import TARGETS, Export, export
 from snugfit.features.exchange.feature import Exchange
 from snugfit.features.exchange.read import read_arguments
-from snugfit.features.exchange.trainer_arguments import training_arguments
+from snugfit.features.exchange.trainer_arguments import training_arguments, write_arguments
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.batches import collate, dataset
@@ -28,7 +28,6 @@ from snugfit.step.open_step import open_step
 from snugfit.step.wishes.precision import matmul_precision
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe, unused_slots
-from snugfit.techniques.translate import write_arguments
 from test_reference import hold_to_schema
 from tiers import crossed, slow_but
 
