@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from snugfit.step.step_runner import StepRunner
     from snugfit.step.wishes.handler import Context, LiveTraining, ScriptContext
     from snugfit.techniques.recipe import Recipe
+    from snugfit.techniques.setup import OptimizerWish
     from snugfit.techniques.technique import Slot
 
 T = TypeVar("T")
@@ -191,14 +192,13 @@ def distribute_model(setup: Setup, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def optimizer_of_part(
-    setup: Setup, model: torch.nn.Module, groups: Any, **numbers: Any
+    setup: Setup, wish: OptimizerWish, model: torch.nn.Module, groups: Any, **numbers: Any
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer over this process's shard of the weights, or None if the usual
     optimizer is used.
     """
     return _first(
-        handler.make_optimizer(value, setup.optimizer, model, groups, **numbers)
-        for handler, value in _used(setup)
+        handler.make_optimizer(value, wish, model, groups, **numbers) for handler, value in _used(setup)
     )
 
 

@@ -158,7 +158,7 @@ def build_optimizer(
     if job.decay_groups and wish.weight_decay:
         groups = decay_groups(model, **more)
     numbers = {"lr": job.learning_rate, **more}
-    of_part = optimizer_of_part(setup, model, groups, **numbers)
+    of_part = optimizer_of_part(setup, wish, model, groups, **numbers)
     return make_optimizer(wish, model, groups, **numbers) if of_part is None else of_part
 
 

@@ -253,9 +253,28 @@ class CoreSetup(JsonFields):
         return self.autocast or self.created_dtype(job)
 
     @property
+    def recomputes(self) -> bool:
+        """Return True if the backward pass recomputes results of the forward pass."""
+        return self.checkpoint is not None or self.has_budget
+
+    @property
+    def keeps_only_inputs(self) -> bool:
+        """Return True if each layer is recomputed, and the forward pass keeps its inputs only."""
+        # autocast keeps casts of the layers' weights until the forward pass ends.
+        return self.checkpoint == EVERY_LAYER and self.autocast is None
+
+    def recomputes_as(self, other: CoreSetup) -> bool:
+        """Return True if the same layers are recomputed as under the other settings."""
+        return self.checkpoint == other.checkpoint
+
+    def with_equal_layers(self) -> Self:
+        """Return a copy that recomputes each layer, if this one recomputes any."""
+        return self.with_fields(checkpoint=self.checkpoint and EVERY_LAYER)
+
+    @property
     def saves_memory(self) -> bool:
         """True if the forward and backward passes save memory at a cost of time, as by recomputation."""
-        return self.checkpoint is not None or self.logits is not None or self.has_budget
+        return self.recomputes or self.logits is not None
 
     def without_savings(self) -> Self:
         """Return a copy that recomputes nothing and computes all logits together."""

@@ -119,7 +119,7 @@ class CompiledKinds(LoweredKinds):
             if other is not None and (known := self._bounds.get(other)):
                 plainer = candidates[other].setup
                 share = 1 - COMPILED_SHARE
-                if plainer.checkpoint != setup.checkpoint:
+                if not plainer.recomputes_as(setup):
                     # Recomputed kernels may run faster than the first time, because their data may be in the
                     # GPU's cache.
                     share -= CACHE_SHARE
@@ -176,5 +176,5 @@ def _least_bytes(other: Bound, setup: Setup, uncompiled: Setup) -> int:
     """
     if setup.logits != uncompiled.logits:
         return other.resting_bytes
-    same_checkpointing = setup.checkpoint == uncompiled.checkpoint and not setup.has_budget
+    same_checkpointing = setup.recomputes_as(uncompiled) and not setup.has_budget
     return other.compiled_bytes if same_checkpointing else other.outside_bytes

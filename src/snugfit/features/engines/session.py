@@ -77,7 +77,7 @@ def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
     if engine == "openvino":
         if loop.device.type != "cpu":
             raise UsageError("openvino runs on the CPU. Add --device cpu.")
-        dtype = loop.setup.weights_dtype or loop.job.dtype
+        dtype = loop.setup.created_dtype(loop.job)
         # A loaded file has lost the precision hint of its export. Without it, a CPU with bf16 instructions
         # computes in bf16.
         precision = {"float32": {"INFERENCE_PRECISION_HINT": "f32"}}.get(dtype, {})

@@ -168,8 +168,7 @@ def _limit_of(prediction: Prediction, phase: str, seconds: float) -> str:
         return LINK
     if busy < DEVICE_BOUND_SHARE * seconds:
         return HOST
-    setup = prediction.recipe.setup()
-    dtype = setup.autocast or setup.weights_dtype or prediction.job.dtype
+    dtype = prediction.recipe.setup().product_dtype(prediction.job)
     peak = gpu.peak_dense.get({"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32"))
     flops = sum(line.flops for line in prediction.anatomy.operators if line.phase == phase)
     moved = sum(line.bytes for line in prediction.anatomy.operators if line.phase == phase)

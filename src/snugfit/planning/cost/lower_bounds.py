@@ -40,7 +40,6 @@ from snugfit.planning.step_key import (
 )
 from snugfit.rehearsal.step_parts import UnsupportedStep, parts_of
 from snugfit.rehearsal.trace.trace import Work
-from snugfit.techniques.setup import EVERY_LAYER
 
 if TYPE_CHECKING:
     from snugfit.planning.cost.startup_share import StartupShares
@@ -282,9 +281,7 @@ class _PassesBounds:
         """
         if len(self.fit.depths) < 2:
             return 0
-        # autocast keeps casts of the layers' weights until the forward pass ends; compiled layers keep none
-        keeps_inputs = setup.checkpoint == EVERY_LAYER and setup.autocast is None
-        layers = None if keeps_inputs else 0
+        layers = None if setup.keeps_only_inputs else 0
         return int(self._resting_bytes(setup) + self._rise(setup, outside_layers, layers=layers))
 
     def in_programs(self, setup: Setup) -> int:

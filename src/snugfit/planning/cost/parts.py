@@ -50,7 +50,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.splice import Part, rehearse_passes
 from snugfit.rehearsal.step_parts import UnsupportedStep, parts_of
 from snugfit.rehearsal.trace.trace import Mark, Trace
-from snugfit.techniques.setup import EVERY_LAYER
 
 if TYPE_CHECKING:
     from snugfit.job.gpu import Gpu
@@ -329,7 +328,7 @@ class Parts:
         few layers with one sample per micro-batch. The result is cached for any number of recomputed layers.
         """
         count = min(setup.micro_batches, MICRO_BATCHES)
-        kind = replace(setup, checkpoint=setup.checkpoint and EVERY_LAYER)
+        kind = setup.with_equal_layers()
         key = (passes_key(kind), count)
         if key not in self._redundant:
             job = self.shallow_jobs.smoke_test_job(setup, samples=count)

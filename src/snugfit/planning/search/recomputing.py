@@ -258,8 +258,7 @@ class RecomputingKinds:
 
     def _savings(self, number: int) -> _Savings:
         setup = self.space.candidates[number].setup
-        recomputes = setup.checkpoint is not None or setup.has_budget
-        return _Savings(number in self._whole, recomputes, number in self._lowered)
+        return _Savings(number in self._whole, setup.recomputes, number in self._lowered)
 
     def _needed_of(self, kind: int, may_be_needed: Callable[[int], bool], *, twins: bool) -> list[int]:
         """Return the recipes of a postponed group whose lower bounds the search still needs."""
@@ -524,7 +523,7 @@ class RecomputingKinds:
         recomputes none, or each.
         """
         setup = self.space.candidates[number].setup
-        if (setup.checkpoint is None and not setup.has_budget) or setup.checkpoint == EVERY_LAYER:
+        if not setup.recomputes or setup.checkpoint == EVERY_LAYER:
             return None
         return None if self._each_layer is None else self.space.variant(number, self._each_layer)
 
