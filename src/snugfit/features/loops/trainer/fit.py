@@ -33,6 +33,7 @@ from snugfit.features.loops.trainer.setup import (
     refuse_other_objects,
 )
 from snugfit.features.loops.trainer.trainer_class import FittedTrainer, fitted_class
+from snugfit.frontends.own import capability_of
 from snugfit.job.batch_layout import BatchDims
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -76,26 +77,28 @@ def fit(
         refuse_optim_without_package(trainer)
     job = job_of(trainer, batch_dims)
     chosen = choose(trainer, job, recipe, gpu, fidelity)
+    chosen.recipe.check(job, capability_of(trainer.args.device))
     pieces, samples = chosen.recipe.pieces, None
     notes = chosen.recipe.lines_on_cpu() if trainer.args.device.type == "cpu" else ()
     changes = apply(trainer, job, chosen.recipe, chosen.user_slots)
-    journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
-    if chosen.note:
-        journal.tell("planned", text=chosen.note)
-    for event, lines in (("changed", changes), ("note", notes)):
-        for line in lines:
-            journal.tell(event, text=line)
+    compared = job
     if pieces > 1:
         samples = several_samples(trainer, job)
-        before, job = job, compared_job(trainer, job, samples, pieces=pieces)
-        is_own = Slot.BATCHING in chosen.user_slots  # layers that mix samples do so in any Trainer
-        for warning in cut_warning(job, chosen.recipe) if job is not before or not is_own else ():
-            journal.tell("warning", text=warning["text"])
+        compared = compared_job(trainer, job, samples, pieces=pieces)
+    # The layers of the user's own micro-batches mix samples in any Trainer, so that is no news.
+    is_news = compared is not job or Slot.BATCHING not in chosen.user_slots
+    warnings = [warning["text"] for warning in cut_warning(compared, chosen.recipe)] if is_news else []
+    journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
+    planned = [chosen.note] if chosen.note else []
+    events = (("planned", planned), ("changed", changes), ("note", notes), ("warning", warnings))
+    for event, lines in events:
+        for line in lines:
+            journal.tell(event, text=line)
     if not isinstance(trainer, FittedTrainer):
         # The object stays the same, because the user's script and callbacks refer to it.
         trainer.__class__ = fitted_class(type(trainer))
     trainer.snugfit = FitPlan(
-        job=job,
+        job=compared,
         recipe=chosen.recipe,
         user_slots=chosen.user_slots,
         journal=journal,

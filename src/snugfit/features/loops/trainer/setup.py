@@ -16,7 +16,6 @@ from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import refuse_in_several_processes
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.features.loops.users_optimizer import refuse_optimizer
-from snugfit.frontends.own import capability_of
 from snugfit.job.kv_prefix import dropped_prefix
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
 from snugfit.step.checkpointing import NAMES
@@ -88,7 +87,6 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     Raises `RecipeError` for settings that this trainer does not support.
     """
     args, live, brings = trainer.args, live_training(trainer, recipe), brings_optimizer(trainer)
-    recipe.check(job, capability_of(args.device))
     setup = recipe.setup()
     unchanged = user_slots | {Slot.OPTIMIZER} if brings else user_slots
     if Slot.OPTIMIZER in unchanged:
