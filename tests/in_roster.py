@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from snugfit.job.architectures import heads
+from snugfit.job.job import Phase
 from snugfit.techniques import roster
 
 
@@ -28,7 +29,9 @@ def are_in_roster(recipe: str) -> bool:
 
 def can_be_read(run: Mapping[str, Any]) -> bool:
     """Return whether job and recipe of a recorded run can still be read."""
-    return are_in_roster(run["recipe"]) and run["job"]["task"] in (*heads(), "custom")
+    job = run["job"]
+    is_known = job["task"] in (*heads(), "custom") and job.get("phase", "train") in [*Phase]
+    return is_known and are_in_roster(run["recipe"])
 
 
 def needs_techniques(recipe: str, *, allow_module_level: bool = False) -> None:

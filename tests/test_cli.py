@@ -484,7 +484,6 @@ def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[
         ("--batch", "Did you mean --batch-size? Try"),
         ("--lenght", "Did you mean --sequence-length or --target-length? Try"),
         ("--bogus", "No such option: --bogus. Try"),
-        ("--data", "Give the longest sample: --sequence-length N. Try"),
     ],
 )
 def test_an_unknown_option_is_answered_with_what_is_like_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -122,13 +121,3 @@ def test_the_first_word_of_a_key_is_enough_for_a_suggestion(capsys: pytest.Captu
 def test_the_version_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["-V"]) == 0
     assert capsys.readouterr().out.startswith("snugfit ")
-
-
-def test_a_missing_file_has_the_names_of_similar_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "training.yaml").touch()
-    assert run(["predict", "--arguments", str(tmp_path / "trainig.yaml")]) == 2
-    assert "no such file. Did you mean 'training.yaml'?" in capsys.readouterr().err
-    assert run(["predict", "--arguments", str(tmp_path / "training.yaml")]) == 2
-    assert "and this one is empty. Write" in capsys.readouterr().err

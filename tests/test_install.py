@@ -54,7 +54,7 @@ def imported() -> Iterator[str]:
 def test_each_imported_package_is_declared() -> None:
     packages = set(imported()) - sys.stdlib_module_names - OF_THE_USER - {"snugfit"}
     declared = names(PROJECT["dependencies"]).union(*map(names, PROJECT["optional-dependencies"].values()))
-    assert {"torch", "psutil", "PIL"} <= packages
+    assert {"torch", "psutil"} <= packages
     assert {IMPORTED_AS.get(package, package) for package in packages} - declared == set()
 
 

@@ -199,7 +199,6 @@ MISTAKES = {
     "no gpu": (ASK[:4], "--gpu"),
     "unknown fidelity": ([*ASK, "--fidelity", "round"], "fidelity"),
     "unknown objective": ([*ASK, "--objective", "sped"], "objective"),
-    "a plot that is none": ([*ASK, "--plot", "front.pdf"], ".svg"),
     "no workers": ([*ASK, "--workers", "0"], "workers"),
     "no steps": ([*ASK, "--steps", "0"], "steps"),
     "no samples": ([*ASK, "--samples", "0"], "samples"),

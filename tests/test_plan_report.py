@@ -97,11 +97,10 @@ def test_what_was_not_considered_has_a_column_of_counts_only_where_there_are_som
 def test_every_plan_says_how_to_train() -> None:
     plan = made_up()
     best = replace(plan.front[0], recipe="bf16 + micro_batches(4)")
-    train, in_trainer, *_ = next_steps(replace(plan, best=best))
+    train, *_ = next_steps(replace(plan, best=best))
     words = shlex.split(train.partition(": ")[2])
     assert words[:5] == ["snugfit", "train", "bert-large-uncased", "--task", "sequence-classification"]
     assert Recipe.parse(words[words.index("--recipe") + 1]) == Recipe.parse(best.recipe)
-    assert in_trainer.startswith("In a Trainer: ")
     large = replace(plan.job, batch_size=16, sequence_length=128)
     assert "--batch-size 16 --sequence-length 128" in next(iter(next_steps(replace(plan, job=large))))
     assert train in " ".join(as_text(render(replace(plan, best=best)), width=500).split("\n"))

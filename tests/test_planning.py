@@ -32,7 +32,7 @@ from snugfit.planning.search.recomputing import PEAK_SHARE, RecomputingKinds, le
 from snugfit.planning.search.search import plan, search
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.planning.search.space import Space, space_of
-from snugfit.planning.search.state import MEMORY_RESOLUTION, SearchState
+from snugfit.planning.search.state import MEMORY_RESOLUTION, SPEED_RESOLUTION, SearchState
 from snugfit.planning.step_key import TOUCHES, as_rehearsed, passes_key, step_key, update_key
 from snugfit.prediction.predict import predict
 from snugfit.prediction.worker_pool import WorkerPool
@@ -84,7 +84,7 @@ def test_every_recipe_is_lawful_and_keeps_the_batch() -> None:
     few = kept_of(job, "on_device + inline + whole_logits + default")
     space = space_of(job, capability=(9, 0), fixed=few)
     recipes = [each.recipe for each in space.candidates]
-    assert len(set(recipes)) == len(recipes) > 1000
+    assert len(set(recipes)) == len(recipes) > 250
     for recipe in random.Random(SEED).sample(recipes, 100):
         recipe.check(job, (9, 0))
     assert {each.setup.micro_batches for each in space.candidates} == {1, 2, 3, 6}
@@ -268,7 +268,8 @@ def test_the_answer_is_that_of_brute_force_and_the_front_is_up_to_a_grain(seed: 
     for seconds, size in everything:
         is_beyond = size > found.most_bytes
         assert is_beyond or any(
-            fast <= seconds and small * (1 - MEMORY_RESOLUTION) <= size for fast, small in front
+            fast <= seconds * (1 + SPEED_RESOLUTION) and small * (1 - MEMORY_RESOLUTION) <= size
+            for fast, small in front
         )
     fitting = [each for each in everything if memory is None or each[1] <= memory]
     assert next((each for each in front if memory is None or each[1] <= memory), None) == min(

@@ -42,7 +42,6 @@ MISTAKES = (
         ["train", "job.yaml", "--set", "load_best_model_at_end=true", "--set", "eval_strategy=no"],
         "evaluations",
     ),
-    (["train", "job.yaml", "--report-to", "tensorbord"], "Did you mean 'tensorboard'?"),
     (["train", "job.yaml", "--set", "on_loss_spike=halt"], "warn, stop, skip"),
     (["train", "job.yaml", "--dataset", "none.jsonl"], "none.jsonl"),
     (["train", "job.yaml", "--columns", "text"], "ROLE=NAME"),

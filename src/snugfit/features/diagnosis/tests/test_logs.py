@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.features.diagnosis.diagnose import diagnose
 from snugfit.features.diagnosis.match import tensor_sizes
@@ -237,3 +238,11 @@ def test_powershell_s_utf_16_is_read() -> None:
     content = ("\ufeff" + ERRORS["cuBLAS"][0]).encode("utf-16-le")
     assert diagnose(content, "log")[0].kind is FailureKind.LIBRARY
     assert diagnose(content[2:], "log")[0].kind is FailureKind.LIBRARY
+
+
+def test_a_log_from_a_closed_stdin_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["why-oom", "-"]) == 2
+    assert "No log given." in capsys.readouterr().err

@@ -127,3 +127,13 @@ def test_a_file_without_arguments_of_transformers_is_checked_without_torch(
     # A fork of the tests' bare process may have torch, which another test's child imported there.
     done = subprocess.run([sys.executable, "-c", CHECKS], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.rpartition("FOUND ")[2]) == [3, False]
+
+
+def test_a_missing_file_has_the_names_of_similar_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "training.yaml").touch()
+    assert run(["predict", "--arguments", str(tmp_path / "trainig.yaml")]) == 2
+    assert "no such file. Did you mean 'training.yaml'?" in capsys.readouterr().err
+    assert run(["predict", "--arguments", str(tmp_path / "training.yaml")]) == 2
+    assert "and this one is empty. Write" in capsys.readouterr().err

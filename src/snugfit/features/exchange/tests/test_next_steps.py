@@ -28,6 +28,7 @@ def test_every_plan_says_what_to_do() -> None:
     words = shlex.split(train.partition(": ")[2])
     assert words[:5] == ["snugfit", "train", "bert-large-uncased", "--task", "sequence-classification"]
     assert Recipe.parse(words[words.index("--recipe") + 1]) == Recipe.parse(best.recipe)
+    assert arguments.startswith("In a Trainer: ")
     assert "bf16=True" in arguments
     assert "per_device_train_batch_size=1, " in arguments
     assert "gradient_accumulation_steps=4" in arguments

@@ -268,3 +268,8 @@ def test_a_plan_of_lengths_prints_its_report_where_no_other_result_was_used(
     assert callable(snugfit.plan_lengths)
     assert str(made_up()) == show.text(made_up())
     assert made_up()._repr_html_().startswith("<")  # type: ignore[attr-defined]
+
+
+def test_data_is_answered_with_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", "gpt2", "--data", "4"]) == 2
+    assert "Give the longest sample: --sequence-length N. Try" in capsys.readouterr().err

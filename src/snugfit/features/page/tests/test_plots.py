@@ -100,3 +100,12 @@ def test_a_plot_is_drawn_the_same_twice_and_reads_any_name(form: str, tmp_path: 
     assert first == second
     assert first[:4] == (b"\x89PNG" if form == "png" else b"<?xm")
     assert b"<script>" not in first
+
+
+def test_another_ending_of_a_plot_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", "bert-large-uncased", "--gpu", "h200", "--plot", "front.pdf"]) == 2
+    assert ".svg" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
