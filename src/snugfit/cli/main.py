@@ -33,7 +33,7 @@ from snugfit.cli.measure import measure
 from snugfit.cli.plan import plan
 from snugfit.cli.plugins import OPTION, named_plugins, without_plugins
 from snugfit.cli.predict import predict
-from snugfit.cli.reference import schema, techniques
+from snugfit.cli.reference import techniques
 from snugfit.cli.streams import keep_libraries_off_stdout, open_all, redirect_to_null
 from snugfit.cli.train import train
 from snugfit.deferred_imports import hasten_import
@@ -77,7 +77,7 @@ app = typer.Typer(
 COMMANDS = (
     predict, plan, train, measure,
     *(command for commands in hooks("commands") for command in commands()),
-    gpus, techniques, schema,
+    gpus, techniques,
 )  # fmt: skip
 for command in COMMANDS:
     app.command(cls=Command)(command)

@@ -1,6 +1,4 @@
-"""The commands `snugfit techniques` (the words of a recipe) and `snugfit schema` (the JSON Schema of `--json`
-documents).
-"""
+"""The command `snugfit techniques`: the words of a recipe."""
 
 from __future__ import annotations
 
@@ -13,10 +11,6 @@ from snugfit.cli import arguments as given
 Word = Annotated[
     str | None,
     typer.Argument(help="Only techniques of this slot (such as optimizer), or with this word in the name."),
-]
-Name = Annotated[
-    str | None,
-    typer.Argument(metavar="COMMAND", help="Command, such as predict or plan. Without one, all commands."),
 ]
 
 
@@ -40,11 +34,3 @@ def techniques(word: Word = None, as_json: given.AsJson = False) -> None:
         show_json(TechniqueList.of(roster).to_json())
     else:
         show(render(roster))
-
-
-def schema(command: Name = None) -> None:
-    """Print the JSON Schema (draft 2020-12) of a command's `--json` document."""
-    from snugfit.report.schema.json_schema import schema_of
-    from snugfit.report.text.terminal import show_json
-
-    show_json(schema_of(command))

@@ -95,7 +95,7 @@ class ComparedRun(JsonFields):
         "complaint": (str | None, ""),
     }
     """JSON keys that `to_json` adds to the fields, with types and descriptions
-    (`report/schema/json_schema.py`)."""
+    (`features/schema/json_schema.py`)."""
 
     @property
     def job_id(self) -> str:

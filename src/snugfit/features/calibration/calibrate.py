@@ -121,7 +121,7 @@ class ProbeReading:
         "recipe": (str, "Recipe of the probe."),
     }
     """JSON keys that `to_json` adds to the fields, with types and descriptions
-    (`report/schema/json_schema.py`)."""
+    (`features/schema/json_schema.py`)."""
     left_out_keys: ClassVar[tuple[str, ...]] = ("probe",)
     """Fields that `to_json` omits."""
 

@@ -107,7 +107,7 @@ class ServingAnswer:
         "what": (Literal["serving"], "Name of the document."),
         "basis": (Literal["formula"], "Figures are an engine's published formulas, not measurements."),
     }
-    """JSON keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    """JSON keys that `to_json` adds (`features/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document that `snugfit serve --json` prints."""
@@ -125,7 +125,7 @@ class ServingComparison:
         "schema": (Literal[1], "Version of the document."),
         "what": (Literal["servings"], "Name of the document."),
     }
-    """JSON keys that `to_json` adds (`report/schema/json_schema.py`)."""
+    """JSON keys that `to_json` adds (`features/schema/json_schema.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document that `snugfit serve --all-gpus --json` prints."""

@@ -1,0 +1,1 @@
+"""The command `snugfit schema`: the JSON Schema of the documents that commands print with `--json`."""

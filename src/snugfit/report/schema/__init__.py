@@ -1,1 +1,0 @@
-"""JSON Schema of the documents that commands print with `--json`."""
