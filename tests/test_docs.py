@@ -68,7 +68,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def rehearse_again(_: Any) -> Any:
         return rehearse(small_job("bert", 1), Recipe().setup(), CudaPolicy())
 
-    monkeypatch.setattr("snugfit.prediction.traces.export_trace.rehearse_again", rehearse_again)
+    monkeypatch.setattr("snugfit.features.traces.export_trace.rehearse_again", rehearse_again)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.frontends.own.refuse_more_than_here", lambda *_: None)

