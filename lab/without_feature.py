@@ -46,8 +46,14 @@ def technique_words(feature: str) -> str:
         if feature in (one.name, one.needs.get(module.rpartition(".")[2]))
         for name in defined
     ]
-    options = [f"--{one.name.replace('_', '-')}" for call in ("plan", "predict") for one in own.options(call)]
-    return " ".join([*tasks, *words, *names, *options, f"snugfit.features.{feature}"])
+    declared = [one for call in ("plan", "predict", "measure", "train") for one in own.options(call)]
+    options = [f"--{one.name.replace('_', '-')}" for one in declared]
+    # typer takes the first name of an annotated option for its default.
+    notes = [note for one in declared for note in getattr(one.annotation, "__metadata__", ())]
+    names += [name for note in notes for name in (note.default, *note.param_decls) if isinstance(name, str)]
+    folder = ROOT / "src/snugfit/features" / feature
+    names += [file.stem for file in folder.glob("software/*.json")]
+    return " ".join(dict.fromkeys([*tasks, *words, *names, *options, f"snugfit.features.{feature}"]))
 
 
 def check(feature: str, *, quick: bool) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,15 +60,24 @@ def imports_deleted(error: str) -> str:
     return ""
 
 
+def _with_imported(path: Path) -> str:
+    """Return the text of a test's file, and of the files of tests from which it imports."""
+    text = path.read_text(encoding="utf-8")
+    modules = [sys.modules.get(name) for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
+    files = [Path(module.__file__) for module in modules if module and module.__file__]
+    return text + "".join(file.read_text(encoding="utf-8") for file in files if "tests" in file.parts)
+
+
 def lacks_feature(item: pytest.Item, error: BaseException) -> str:
     """Return the reason to skip a failed test of a technique or task whose feature is deleted; else "".
 
-    The test must name it or need the task. If only the core names it, the test fails.
+    The test must name it or need the task. If only the core names it, the test fails. The name may be in
+    another file of tests, from which the test's file imports.
     """
     words = os.environ.get("SNUGFIT_WITHOUT", "").split()
     if not words or not isinstance(item, pytest.Function):
         return ""
-    file = item.path.read_text(encoding="utf-8")
+    file = _with_imported(item.path)
     own = inspect.getsource(item.function) + str(getattr(item, "callspec", None) and item.callspec.params)
     for word in words:
         is_unknown = f"Unknown technique '{word}'" in str(error) and word in file

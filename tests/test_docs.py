@@ -20,6 +20,7 @@ from made_up import measurement, prediction
 from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
+from snugfit.feature_folders import feature_packages
 from snugfit.job.gpu import find_gpu
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -68,7 +69,13 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def rehearse_again(_: Any) -> Any:
         return rehearse(small_job("bert", 1), Recipe().setup(), CudaPolicy())
 
-    monkeypatch.setattr("snugfit.features.traces.export_trace.rehearse_again", rehearse_again)
+    replaced = {
+        "traces": ("export_trace.rehearse_again", rehearse_again),
+        "distributed": ("launch.launch", lambda *_: 0),
+    }
+    for feature, (target, replacement) in replaced.items():
+        if feature in feature_packages():
+            monkeypatch.setattr(f"snugfit.features.{feature}.{target}", replacement)
     monkeypatch.setattr("snugfit.planning.largest.largest", lambda *a, **k: (1, predict(*a, **k)))
     monkeypatch.setattr("snugfit.measurement.measure.measure", measure)
     monkeypatch.setattr("snugfit.frontends.own.refuse_more_than_here", lambda *_: None)
@@ -79,7 +86,6 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("snugfit.planning.fleet.search_gpus.plan_gpus", lambda *_, **__: plans_for_gpus())
     trained = SimpleNamespace(outcome="finished", exit_code=0, step=1, folder=tmp_path)
     monkeypatch.setattr("snugfit.frontends.own.train", lambda *_, **__: trained)
-    monkeypatch.setattr("snugfit.features.distributed.launch.launch", lambda *_: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("snugfit.cli.measure.gpu_here", lambda *_: "NVIDIA H200")
     for text in (*pieces("yaml"), *(text for text in pieces("python") if text.startswith("# "))):
