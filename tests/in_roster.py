@@ -64,7 +64,7 @@ def _with_imported(path: Path) -> str:
     """Return the text of a test's file, and of the files of tests from which it imports."""
     text = path.read_text(encoding="utf-8")
     modules = [sys.modules.get(name) for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
-    files = [Path(module.__file__) for module in modules if module and module.__file__]
+    files = [Path(file) for module in modules if (file := getattr(module, "__file__", None))]
     return text + "".join(file.read_text(encoding="utf-8") for file in files if "tests" in file.parts)
 
 

@@ -23,7 +23,10 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("accelerate-loop-with-adapters/accel_lora.py",
      {"model": "t5-base", "task": "seq2seq-lm", "recipe": "lora(dropout=0.1) + bf16", "batch_size": 8,
       "loop": "accelerate"}),
-    ("axolotl-harmless-keys/ax_null.yaml", {"model": "meta-llama/Llama-3.2-1B", "batch_size": 8}),
+    ("axolotl-harmless-keys/ax_null.yaml",
+     {"model": "meta-llama/Llama-3.2-1B", "batch_size": 8,
+      "recipe": "lora(r=16, targets=all-linear) + bf16 + every_layer + micro_batches(4) + adamw_fused + "
+      "workers(n=1)"}),
     ("axolotl-liger-plugin/ax_liger.yaml",
      {"recipe": "lora(r=16, targets=all-linear) + flash + bf16 + liger(rope=true, rms_norm=true, "
       "swiglu=true, geglu=true, layer_norm=false, fused_linear_cross_entropy=true) + "
@@ -61,13 +64,17 @@ READ: list[tuple[str, dict[str, Any]]] = [
     ("script-optimizer-given-to-trainer/opt8.py", {"recipe": "adamw_8bit"}),
     ("script-sft-of-2023/sft_old.py",
      {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, double=false) + paged_adamw"}),
-    ("script-sft-of-2023/sft_old_auto.py", {"sequence_length": 4096}),
+    ("script-sft-of-2023/sft_old_auto.py",
+     {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, double=false) + paged_adamw"}),
     ("script-small-sums/argparse_bs.py", {"batch_size": 16}),
     ("script-small-sums/computed_bs.py", {"batch_size": 32}),
     ("script-small-sums/twice_name.py", {"batch_size": 16, "model": "bert-base-uncased"}),
     ("script-small-sums/two_args.py", {"batch_size": 16}),
     ("script-unsloth-notebook/bf16_supported.py", {"recipe": "bf16 + adamw_fused", "dtype": "bfloat16"}),
-    ("script-unsloth-notebook/unsloth_nb.py", {"model": "unsloth/llama-3-8b", "sequence_length": 2048}),
+    ("script-unsloth-notebook/unsloth_nb.py",
+     {"model": "unsloth/llama-3-8b", "sequence_length": 2048,
+      "recipe": "qlora(targets=q_proj|v_proj) + bf16 + every_layer + host(checkpoints) + micro_batches(4) + "
+      "adamw_8bit"}),
     ("slurm-multi-line-quotes/quotes.slurm",
      {"model": "meta-llama/Llama-3.1-8B", "gpus": 8, "batch_size": 16, "recipe": "bf16 + adamw_fused + ddp"}),
     ("unknown-arguments-that-speak-of-memory/q4.sh",

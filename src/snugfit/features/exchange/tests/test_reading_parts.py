@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from in_roster import needs_techniques
 from snugfit.cli.main import run
 from snugfit.errors import UsageError
 from snugfit.features.exchange.account import Reading, UnsupportedJobError
@@ -369,6 +370,7 @@ def test_ray_s_workers_are_gpus_and_zero_assumes_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_bucket_of_deepspeed_is_read_as_a_number_of_elements(stage: int, tmp_path: Path) -> None:
+    needs_techniques(f"zero{stage}")
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 8,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 5e8},
@@ -394,6 +396,7 @@ def test_a_model_from_another_file_is_listed() -> None:
 
 @pytest.mark.parametrize("more", [{"infer_backend": "vllm"}, {"do_predict": True}, {"image_max_pixels": 9}])
 def test_a_file_that_trains_nothing_known_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    needs_techniques("lora")
     with pytest.raises(UnsupportedJobError):
         read(tmp_path, FACTORY | more).refuse()
     assert not read(tmp_path, FACTORY | {"do_train": True, "do_predict": False}).refused
