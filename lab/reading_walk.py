@@ -3,8 +3,8 @@
     python lab/reading_walk.py
 
 One run of `fit(trainer, "bf16 + micro_batches(2)")` on a tiny model is traced. Each function counts at its
-first call only, as a reader reads it once. A folder is a folder of `src/snugfit`, or of its `features`. Single
-files beside these folders do not count.
+first call only, as a reader reads it once. A folder is a folder of `src/snugfit`, or of its `features`. Files
+beside these folders do not count.
 """
 
 from __future__ import annotations

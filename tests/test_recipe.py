@@ -143,6 +143,19 @@ def test_plain_recipe_is_the_default_setup() -> None:
     assert [technique.plain for technique in Recipe()] == [True] * len(Slot)
 
 
+def test_a_setup_answers_for_its_recomputation() -> None:
+    plain, every, nth = (
+        Recipe.parse(text).setup() for text in ("plain", "every_layer", "every_nth_layer(2)")
+    )
+    in_bf16 = Recipe.parse("bf16 + every_layer").setup()
+    setups = (plain, every, nth, in_bf16)
+    assert [setup.recomputes for setup in setups] == [False, True, True, True]
+    assert [setup.saves_memory for setup in setups] == [False, True, True, True]
+    assert [setup.keeps_only_inputs for setup in setups] == [False, True, False, False]
+    assert [setup.recomputes_as(every) for setup in setups] == [False, True, False, True]
+    assert [setup.with_equal_layers() for setup in setups] == [plain, every, every, in_bf16]
+
+
 def test_a_recipe_is_one_technique_per_slot() -> None:
     recipe = Recipe.parse("bf16 + adamw_8bit")
     assert [technique.slot for technique in recipe] == list(Slot)
