@@ -58,7 +58,10 @@ MISTAKES = [
         "predict mamba-130m-hf --phase generate --cache quantized --prompt 8",
         "no quantized cache for a model with windows or states",
     ),
-    ("predict whisper-tiny --phase generate --new-tokens 1000", "1000 new tokens need 1000 positions"),
+    (
+        "predict whisper-tiny --task speech-to-text --phase generate --new-tokens 1000",
+        "1000 new tokens need 1000 positions",
+    ),
     ("predict gpt2 --phase generate --set cache=statik", "Did you mean 'static'?"),
     ("predict gpt2 --phase generate --recipe micro_batches(2)", "Leave micro_batches out"),
     ("predict gpt2 --phase generate --gpus 2", "for one GPU"),
