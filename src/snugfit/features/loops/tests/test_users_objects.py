@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from snugfit.errors import JobError
 from snugfit.features.loops.pieces import pieces_of
-from snugfit.features.loops.users_optimizer import schedule_facts
+from snugfit.features.loops.users_optimizer import schedule_facts, settings_of
 from snugfit.frontends.items import samples_in
 from snugfit.training.checkpoint.facts import compare_facts
 
@@ -46,3 +48,14 @@ def test_schedules_are_compared_by_their_settings_and_parts() -> None:
     before, now = ({"facts": schedule_facts(chain(gamma)), "versions": {}} for gamma in (0.9, 0.8))
     differing = compare_facts(before, now)
     assert differing == ["schedule.1.gamma was 0.9 and is now 0.8"]
+
+
+def test_an_object_has_settings_and_a_function_has_none() -> None:
+    def collate() -> None: ...
+
+    collator = SimpleNamespace(mlm_probability=0.3, _state=1)
+    assert settings_of("collator", collator) == {
+        "collator.class": "SimpleNamespace", "collator.mlm_probability": 0.3,
+    }  # fmt: skip
+    for owner in (None, collate, partial(collate)):
+        assert settings_of("collator", owner) == {}
