@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import logging
 import multiprocessing.process
 import os
 import subprocess
@@ -171,6 +172,22 @@ def no_own_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("rates")
         patch.setenv("SNUGFIT_RATES", str(folder))
         yield folder
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Yield the list of messages that snugfit logs during the test.
+
+    pytest's own plugin is off (`pyproject.toml`): it walks all loggers of torch and transformers six times a
+    test.
+    """
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("snugfit")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

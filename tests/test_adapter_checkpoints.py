@@ -20,6 +20,7 @@ from snugfit.training.checkpoint.weights import load_weights, weights_of
 from snugfit.training.run.train import train
 from test_accelerate import go
 from test_fit_keeping import At, die
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -164,7 +165,7 @@ def assert_peft_loads(folder: Path, model: Any) -> None:
         assert not [key for key in wrong if name in key or model.peft_config.keys() <= {name}]
 
 
-@pytest.mark.parametrize("kind", ["another name", "base trains too", "two by transformers"])
+@pytest.mark.parametrize("kind", slow_but(["another name", "base trains too", "two by transformers"], 1))
 def test_by_hand_too(kind: str, tmp_path: Path) -> None:
     adapt = (KINDS | MORE_KINDS)[kind]
     whole = by_hand(adapt, tmp_path / "whole")

@@ -78,13 +78,13 @@ def test_a_headroom_is_left(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- from Python -------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_has_the_concrete_recipe(this: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prediction_has_the_concrete_recipe(this: Job, logged: list[str]) -> None:
     memory = needed(this, f"{REST} + every_layer")
     answer = snugfit.predict(this, f"{REST} + auto", gpu="h200", memory_bytes=memory)
     assert answer.fits
     assert "auto" not in str(answer.recipe)
     assert "auto" not in json.dumps(answer.to_json()["recipe"])
-    assert any(line.startswith("auto: ") for line in caplog.messages)
+    assert any(line.startswith("auto: ") for line in logged)
     assert predict(this, REST, gpu="h200").recipe == Recipe.parse(REST)
 
 

@@ -117,12 +117,12 @@ def test_error_shows_the_text_and_marks_the_word(text: str, marked: str, message
         assert text[start : start + length] == marked
 
 
-def test_a_word_of_another_library_is_taken_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_word_of_another_library_is_taken_and_said(logged: list[str]) -> None:
     _echo_alias.cache_clear()
     for _ in range(2):
         recipe = Recipe.parse("gradient_checkpointing + bf16_mixed + gradient_accumulation_steps(4)")
         assert str(recipe) == "bf16 + every_layer + micro_batches(4)"
-    assert caplog.messages == [
+    assert logged == [
         "recipe: gradient_checkpointing is called every_layer here",
         "recipe: bf16_mixed is called bf16 here",
         "recipe: gradient_accumulation_steps is called micro_batches here",

@@ -1,7 +1,7 @@
-"""A GPU's clock while steps were timed, from the readings of the NVML thread.
+"""A GPU's clock, power and temperature while steps were timed, from the readings of the NVML thread.
 
-A prediction assumes a constant clock. A GPU lowers its clock at its power limit or when it is hot. The steps
-then take longer for a reason that the recipe does not cause.
+A GPU lowers its clock at its power limit or when it is hot. A prediction includes the power limit of some
+GPUs (`prediction/power.py`), and never heat.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ class ClockReading(NamedTuple):
     """Frequency in MHz of the clock of the GPU's multiprocessors (SM)."""
     reasons: int
     """Bits by which NVML encodes the reasons for a reduced clock."""
+    watts: float | None = None
+    """Power that the GPU draws."""
+    degrees: float | None = None
+    """Temperature of the GPU in degrees Celsius."""
 
 
 def read_clock(card: Card, moment: float) -> ClockReading:
     """Return the GPU's clock now. Raises `NvmlUnavailable` where the driver does not report it."""
-    return ClockReading(moment, card.clock_mhz(), card.clock_reasons())
+    return ClockReading(
+        moment, card.clock_mhz(), card.clock_reasons(), card.power_watts(), card.temperature()
+    )
 
 
 def clock_between(
@@ -56,4 +62,11 @@ def clock_between(
         highest_mhz=highest,
         readings=len(within),
         reasons=shares,
+        mean_watts=statistics.fmean(watts) if (watts := _present(within, "watts")) else None,
+        highest_degrees=max(_present(within, "degrees"), default=None),
     )
+
+
+def _present(readings: Iterable[ClockReading], name: str) -> list[float]:
+    """Return this field of all readings that have it."""
+    return [value for reading in readings if (value := getattr(reading, name)) is not None]

@@ -26,6 +26,9 @@ MEMORY_V2 = 0x02000028
 CLOCK_SM = 1
 """`NVML_CLOCK_SM` from nvml.h: the clock of the GPU's multiprocessors."""
 
+TEMPERATURE_GPU = 0
+"""`NVML_TEMPERATURE_GPU` from nvml.h: the temperature of the GPU's die."""
+
 CLOCK_REASONS = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "the hardware": 0x08, "its settings": 0x02}
 """Reasons for a reduced GPU clock in words, with their bits in `nvmlClocksEventReasons` of nvml.h. An idle
 GPU is no such reason."""
@@ -123,6 +126,21 @@ class Card:
         """Return the highest supported SM clock in MHz. Raises `NvmlUnavailable` where the driver does not
         report it."""
         return self._mhz("nvmlDeviceGetMaxClockInfo")
+
+    def power_watts(self) -> float | None:
+        """Return the power that the GPU draws now, in watts; None where the driver does not report it."""
+        milliwatts = self._or_none("nvmlDeviceGetPowerUsage")
+        return None if milliwatts is None else milliwatts / 1000
+
+    def temperature(self) -> float | None:
+        """Return the GPU's temperature now in degrees Celsius; None where the driver does not report it."""
+        return self._or_none("nvmlDeviceGetTemperature", TEMPERATURE_GPU)
+
+    def _or_none(self, name: str, *arguments: int) -> float | None:
+        try:
+            return float(_call(self._library, name, self._handle, *arguments))
+        except (NvmlUnavailable, TypeError, ValueError):
+            return None
 
     def clock_reasons(self) -> int:
         """Return the current reasons of a lower clock as bits (`CLOCK_REASONS`). Drivers before R535 use

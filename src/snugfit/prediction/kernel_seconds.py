@@ -97,6 +97,9 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 """
 
 
+WITHOUT_POWER = BY_HOST | COLLECTIVES | COPIES | STAGED | {COPY_IN, PREPARED, AWAIT_COPY, PREFETCH}
+"""Operators whose energy on this device is left out."""
+
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
 """Operators that take no kernel time on this device. Collectives are among them, since they occupy the link
 instead.
@@ -123,6 +126,14 @@ class KernelClock:
         if seconds is None:
             seconds = self._cache[key] = self._seconds(kernel)
         return seconds
+
+    def work(self, kernel: Kernel) -> tuple[float, float, float]:
+        """Return the kernel's clocked seconds and joules, whose sums are the `work` of `PowerRates.clock`."""
+        power = self.rates.power
+        if power is None or kernel.operator in WITHOUT_POWER:
+            return 0.0, 0.0, 0.0
+        arithmetic, traffic = power.energy(kernel, PRECISIONS.get(kernel.dtype, "fp32"))
+        return self.seconds(kernel) if kernel.flops else 0.0, arithmetic, traffic
 
     def _seconds(self, kernel: Kernel) -> float:
         if kernel.operator in MATRIX_PRODUCTS and len(kernel.shapes) > 1:

@@ -22,6 +22,7 @@ from typing import Any, Self
 from snugfit.documents import JsonFields
 from snugfit.errors import GpuError
 from snugfit.job.gpu import Gpu, find_gpu
+from snugfit.prediction.power import PowerRates
 
 FP8 = "fp8"
 
@@ -303,6 +304,9 @@ class Rates(JsonFields):
     source: str
     """Sentence on the measurement that gave the rates."""
 
+    power: PowerRates | None = None
+    """Power of the GPU, for its clock at the power limit; None if no such GPU was measured."""
+
     measured: bool = True
     """False for rates that were scaled from another GPU's by the two data sheets."""
 
@@ -421,6 +425,7 @@ def _scale(known: Rates, measured_gpu: Gpu, gpu: Gpu) -> Rates:
         link=known.link * host_link_bandwidth(gpu) / host_link_bandwidth(measured_gpu),
         patterns=patterns,
         host=known.host.slower(OTHER_HOST),
+        power=_scale_power(known.power, measured_gpu, gpu),
         source=f"scaled from {known.gpu} by the data sheets",
         measured=False,
     )
@@ -441,6 +446,16 @@ def _products_flops(rate: MatmulRate, precision: str, measured_gpu: Gpu, gpu: Gp
         return float(own) * 1e12 / max(1.0, *rate.efficiency)
     peak = gpu.peak_dense.get(precision)
     return rate.flops * peak / measured_gpu.peak_dense[precision] if peak else None
+
+
+def _scale_power(power: PowerRates | None, measured_gpu: Gpu, gpu: Gpu) -> PowerRates | None:
+    """Return the power of a GPU with the chip and the highest clock of the measured one; None for others."""
+    is_alike = (gpu.architecture, gpu.boost_clock_hz) == (
+        measured_gpu.architecture, measured_gpu.boost_clock_hz
+    )  # fmt: skip
+    if power is None or not is_alike or not gpu.power_watts or not measured_gpu.power_watts:
+        return None
+    return replace(power, limit_watts=power.limit_watts * gpu.power_watts / measured_gpu.power_watts)
 
 
 def _in_32_bits(attention: str) -> bool:

@@ -130,7 +130,7 @@ def step_seconds(
     """
     rates = rates or rates_for(gpu)
     queue = queue_of(trace, rates, exchanges().link(gpu, rates), workers=workers)
-    kernels, device, launches, syncs, costs = queue
+    kernels, device, launches, syncs, costs, clock = queue
     roles = queue_roles(kernels)
     # Copies run in parallel to the computation, on the link.
     on_device = [0.0 if role == TRAVELS else s for role, s in zip(roles, device, strict=True)]
@@ -143,9 +143,9 @@ def step_seconds(
     exposed = 0.0
     if communication := sum(exchanging):
         run = exchanges().run_in_streams
-        length = (streams or run(*queue)).seconds
+        length = (streams or run(*queue[:-1])).seconds
         # The same queue without exchanges shows how much of them no computation hides.
-        exposed = max(0.0, length - run(*queue._replace(device=computing)).seconds)
+        exposed = max(0.0, length - run(kernels, computing, launches, syncs, costs).seconds)
     else:
         length = simulate_queue(device, launches, syncs, costs, roles)
     # A step cannot be shorter than the preparation of its batches.
@@ -169,6 +169,7 @@ def step_seconds(
         link_seconds=link,
         communication_seconds=communication,
         exposed_communication_seconds=exposed,
+        limited_mhz=rates.power.highest_mhz * clock if rates.power and clock < 1 else None,
     )
 
 
@@ -182,6 +183,8 @@ class LaunchQueue(NamedTuple):
     syncs: Sequence[int]
     """Indices of the kernels before which the host waits for the device, for example at `.item()`."""
     host: HostLaunchCosts
+    clock: float
+    """Clock of the GPU as a share of its highest one: below 1 at the power limit."""
 
 
 def queue_of(
@@ -190,9 +193,27 @@ def queue_of(
     """Return the kernels of this trace's step with their seconds, as inputs of the simulated queue of host
     and device."""
     kernels = with_worker_batches(workers, trace.kernels)
-    device = each_once(KernelClock(rates, connected).seconds, kernels)
     launches = each_once(lambda kernel: launch_seconds(kernel, rates.host), kernels)
-    return LaunchQueue(kernels, device, launches, sync_points(kernels, trace.waits), rates.host)
+    clock, device = at_power_limit(KernelClock(rates, connected), kernels, launches)
+    return LaunchQueue(kernels, device, launches, sync_points(kernels, trace.waits), rates.host, clock)
+
+
+def at_power_limit(
+    clock: KernelClock, kernels: Sequence[Kernel], launches: Sequence[float]
+) -> tuple[float, list[float]]:
+    """Return the clock of a step of these kernels as a share of the highest one, and each kernel's seconds.
+
+    `launches` are the seconds in which the host launches each kernel. Without `Rates.power` the clock is the
+    highest.
+    """
+    device, power = each_once(clock.seconds, kernels), clock.rates.power
+    if power is None or not device:
+        return 1.0, device
+    work = each_once(clock.work, kernels)
+    sums = [sum(part) for part in zip(*work, strict=True)]
+    share = float(power.clock(max(sum(device), sum(launches)), sums))
+    longer = power.slowdown(share) - 1
+    return share, [seconds + part[0] * longer for seconds, part in zip(device, work, strict=True)]
 
 
 class _DistinctKernels:

@@ -55,7 +55,7 @@ def run_in_streams(
     # A single stream needs no simulation of several.
     if all(each_once(lambda kernel: kernel.peers == ALONE, trace.kernels)):
         return None
-    return exchanges().run_in_streams(*queue_of(trace, rates, connected, workers=workers))
+    return exchanges().run_in_streams(*queue_of(trace, rates, connected, workers=workers)[:-1])
 
 
 def time_kernels(
@@ -72,7 +72,7 @@ def time_kernels(
     is an earlier result of `run_in_streams`, or None.
     """
     streams = streams or run_in_streams(trace, rates, connected, workers=workers)
-    kernels, device, launches, syncs, host = queue_of(trace, rates, connected, workers=workers)
+    kernels, device, launches, syncs, host, _ = queue_of(trace, rates, connected, workers=workers)
     if streams is not None:
         spans = [(launch, start, end - start) for launch, start, end in streams.moments]
     else:

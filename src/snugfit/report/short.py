@@ -23,6 +23,7 @@ from snugfit.report.text.page import Page, Sentence
 
 if TYPE_CHECKING:
     from snugfit.results.prediction import Prediction
+    from snugfit.results.step_seconds import StepSeconds
 
 ITEMS = 3
 """Largest number of groups of tensors in a short report."""
@@ -147,7 +148,13 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if (timing := prediction.timing) and timing.step_seconds:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
-        yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the {prediction.job.words.turn}"
+        turn, clock = prediction.job.words.turn, about_clock(timing)
+        yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the {turn}{clock}"
+
+
+def about_clock(timing: StepSeconds) -> str:
+    """Return a clause on the clock of a GPU at its power limit; empty below the limit."""
+    return f", power-limited, about {timing.limited_mhz:,.0f} MHz" if timing.limited_mhz else ""
 
 
 def show_phases(prediction: Prediction) -> Iterator[tuple[str, str]]:

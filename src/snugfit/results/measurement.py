@@ -51,6 +51,10 @@ class GpuClock:
     """Reasons that NVML gives for a lower clock, each with its share of the readings. Keys: `power`, `heat`,
     `the hardware`, `its settings`.
     """
+    mean_watts: float | None = None
+    """Mean power in watts, if the driver reports it."""
+    highest_degrees: float | None = None
+    """Highest temperature in degrees Celsius, if the driver reports it."""
 
     @property
     def fall(self) -> str | None:

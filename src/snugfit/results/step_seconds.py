@@ -107,6 +107,11 @@ class StepSeconds(JsonFields):
     exposed_communication_seconds: float = 0.0
     """Seconds by which exchanges with other GPUs lengthen the step, since no computation runs in parallel."""
 
+    limited_mhz: float | None = None
+    """Predicted clock of a GPU at its power limit, in MHz; None below the limit, or if the GPU's power is not
+    known.
+    """
+
     idle_seconds: float = 0.0
     """Seconds of the step in which this GPU waits for other pipeline stages."""
 

@@ -44,8 +44,10 @@ class QueueSegment(NamedTuple):
     """Seconds from the host's first launch to the device's first kernel. The device is assumed to run all
     kernels without a pause, each after its launch.
     """
-    loader_s: Any
-    """Seconds in which the data loader's worker processes create the segment's batches."""
+    sums: Any
+    """Sums over the kernels, of shape (..., GPUs, 4): the seconds of the data loader's worker
+    processes, and the three of `PowerRates.clock`.
+    """
 
     def then(self, other: QueueSegment) -> QueueSegment:
         """Return this segment joined with `other` after it, without a wait between them."""
@@ -53,7 +55,7 @@ class QueueSegment(NamedTuple):
             self.host_s + other.host_s,
             self.device_s + other.device_s,
             np.maximum(self.start_delay_s, self.host_s + other.start_delay_s - self.device_s),
-            self.loader_s + other.loader_s,
+            self.sums + other.sums,
         )
 
 
@@ -67,22 +69,22 @@ def join(pieces: Iterable[Sequence[QueueSegment]]) -> list[QueueSegment]:
     return segments
 
 
-def cut_at_waits(device: Any, launches: Any, loading: Any, waits: Sequence[int]) -> Iterator[QueueSegment]:
+def cut_at_waits(device: Any, launches: Any, sums: Any, waits: Sequence[int]) -> Iterator[QueueSegment]:
     """Yield the queue segments before, between and after the host's waits. The arrays (kernels, GPUs) are
-    seconds of kernels on the device, of launches, and of worker processes.
+    seconds of kernels on the device and of launches. `sums` (kernels, GPUs, 4) are those of `QueueSegment`.
     """
     cuts = [0, *(min(index, len(device)) for index in sorted(waits)), len(device)]
     nothing = np.zeros(device.shape[1])
     for start, end in pairwise(cuts):
         if start == end:
             # A delay of -inf never delays the device, since it is neutral for a maximum.
-            yield QueueSegment(nothing, nothing, nothing - np.inf, nothing)
+            yield QueueSegment(nothing, nothing, nothing - np.inf, np.zeros(sums.shape[1:]))
             continue
         launched, worked = np.cumsum(launches[start:end], axis=0), np.cumsum(device[start:end], axis=0)
         delays = launched.copy()
         # A kernel starts once it is launched and all kernels before it have run.
         delays[1:] -= worked[:-1]
-        yield QueueSegment(launched[-1], worked[-1], delays.max(axis=0), loading[start:end].sum(axis=0))
+        yield QueueSegment(launched[-1], worked[-1], delays.max(axis=0), sums[start:end].sum(axis=0))
 
 
 def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegment]:
@@ -103,7 +105,7 @@ def merge_inner(segments: Sequence[QueueSegment], wait_s: Any) -> list[QueueSegm
     nothing = np.zeros_like(host)
     return [
         first,
-        QueueSegment(host, nothing, nothing - np.inf, sum(segment.loader_s for segment in inner)),
+        QueueSegment(host, nothing, nothing - np.inf, sum(segment.sums for segment in inner)),
         last,
     ]
 
@@ -137,10 +139,10 @@ def extrapolate_depth(
         return None
     extrapolated = []
     for same in zip(*by_depth, strict=True):
-        host, device, delays, loader = zip(*same, strict=True)
+        host, device, delays, sums = zip(*same, strict=True)
         # Extrapolation from -inf would give NaN.
         delay = delays[0] if _is_empty(same[0]) else line(delays)
-        extrapolated.append(QueueSegment(line(host), line(device), delay, line(loader)))
+        extrapolated.append(QueueSegment(line(host), line(device), delay, line(sums)))
     return extrapolated
 
 

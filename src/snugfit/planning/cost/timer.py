@@ -23,6 +23,7 @@ from snugfit.planning.cost.queue import QueueSegment, cut_at_waits, join, merge_
 from snugfit.prediction.kernel_seconds import KernelClock
 from snugfit.prediction.rates import Rates, rates_for
 from snugfit.prediction.seconds import (
+    at_power_limit,
     launch_seconds,
     loader_seconds,
     queue_roles,
@@ -133,7 +134,7 @@ class GpuTimers:
         self._by_id: dict[int, tuple[Kernel, int]] = {}  # avoids slow hashes of frequent kernels
         self._works: dict[int, tuple[Work, list[QueueSegment], Any]] = {}  # by id of the work
         self._copies: dict[int, tuple[Work, bool]] = {}  # by id of the work
-        self._table: Any = np.empty((3, 0, len(self.rates)))  # axes: device, launch, loader; kernel; GPU
+        self._table: Any = np.empty((6, 0, len(self.rates)))  # axes: device, launch, `sums`; kernel; GPU
 
     def __call__(self, trace: Trace) -> tuple[float, ...]:
         """Return the seconds of a step of this trace on each GPU."""
@@ -147,8 +148,8 @@ class GpuTimers:
         the queue does not include such copies.
         """
         host, kernels = clock.rates.host, trace.kernels
-        device = [clock.seconds(kernel) for kernel in kernels]
         launches = [launch_seconds(kernel, host) for kernel in kernels]
+        _, device = at_power_limit(clock, kernels, launches)
         waits = sync_points(kernels, trace.waits)
         length = simulate_queue(device, launches, waits, host, queue_roles(kernels))
         return max(length, sum(loader_seconds(kernel, host) for kernel in kernels))
@@ -184,7 +185,13 @@ class GpuTimers:
         that takes longer.
         """
         length = simulate(segments, self._begin_s, self._wait_s)
-        return np.maximum(length, sum(segment.loader_s for segment in segments))
+        loading, *work = np.moveaxis(sum(segment.sums for segment in segments), -1, 0)
+        for gpu, rates in enumerate(self.rates):
+            if rates.power:
+                own = [part[..., gpu] for part in work]
+                clock = rates.power.clock(length[..., gpu], own)
+                length[..., gpu] += own[0] * (rates.power.slowdown(clock) - 1)
+        return np.maximum(length, loading)
 
     def _segments(self, kernels: Sequence[Kernel], waits: Sequence[int]) -> tuple[list[QueueSegment], Any]:
         """Return the queue segments between the host's waits, and the device seconds of all kernels, of shape
@@ -197,8 +204,8 @@ class GpuTimers:
             self._number(kernel) if entry is None else entry[1]
             for kernel, entry in zip(kernels, known, strict=True)
         ]
-        device, launches, loading = self._table[:, numbers]
-        segments = cut_at_waits(device, launches, loading, sync_points(kernels, waits))
+        device, launches, *sums = self._table[:, numbers]
+        segments = cut_at_waits(device, launches, np.stack(sums, axis=-1), sync_points(kernels, waits))
         return merge_inner([*segments], self._wait_s), device.sum(axis=0)
 
     def _number(self, kernel: Kernel) -> int:
@@ -218,14 +225,15 @@ class GpuTimers:
     def _add_row(self, number: int, kernel: Kernel) -> None:
         # The table doubles in size, so that adding rows stays cheap.
         if number >= self._table.shape[1]:
-            larger = np.empty((3, 2 * number + 64, len(self.rates)))
+            larger = np.empty((6, 2 * number + 64, len(self.rates)))
             larger[:, :number] = self._table[:, :number]
             self._table = larger
         # Copies run in parallel to kernels; a step with copies is simulated as a whole (`_with_copies`).
         beside = kernel.operator in COPIES
         self._table[0, number] = [0.0 if beside else clock.seconds(kernel) for clock in self._clocks]
         launches = [(launch_seconds(kernel, host), loader_seconds(kernel, host)) for host in self._hosts]
-        self._table[1:, number] = np.array(launches)[self._host_of].T
+        self._table[1:3, number] = np.array(launches)[self._host_of].T
+        self._table[3:, number] = np.array([clock.work(kernel) for clock in self._clocks]).T
 
 
 @dataclass(frozen=True)

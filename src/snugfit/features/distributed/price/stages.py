@@ -160,7 +160,7 @@ def stage_work(trace: Trace, order: Sequence[Pass], gpu: Gpu, rates: Rates, *, w
     the later kernel. It includes the GPU's wait for its own host.
     """
     queue = queue_of(without_other_stages(trace), rates, interconnect_of(gpu, rates), workers=workers)
-    moments = SimulatedStreams(*queue).moments
+    moments = SimulatedStreams(*queue[:-1]).moments
     # Passes are found by the index of the stage on this GPU.
     numbers = {stage: number for number, stage in enumerate(sorted({one.stage for one in order}))}
     kinds = [(one.kind, numbers[one.stage]) for one in order]

@@ -66,7 +66,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
             ("qwen3_next", {}),
             ("gemma3_text", {"cache": "offloaded_static"}),
         ],
-        6,
+        4,
     ),
 )
 def test_every_event_and_kernel_is_equal(

@@ -35,6 +35,7 @@ from snugfit.results.prediction import Prediction
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.registry import picture
 from snugfit.units import GIB, show_bytes, show_seconds
+from tiers import slow_but
 
 pytestmark = pytest.mark.stored_rehearsals
 
@@ -509,7 +510,7 @@ def seen_in_chromium(page: Path, folder: Path, *, width: int, dark: bool) -> lis
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("width", "dark"), [(500, True), (1100, False)])
+@pytest.mark.parametrize(("width", "dark"), slow_but([(500, True), (1100, False)], 1))
 def test_a_page_is_drawn_and_legible_in_chromium(tmp_path: Path, width: int, dark: bool) -> None:
     """The keyboard also reaches every chart, in light and dark mode."""
     parts = [parts_of(result) for result in (*everything().values(), *crowded())]

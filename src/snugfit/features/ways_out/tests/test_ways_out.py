@@ -82,7 +82,7 @@ JOBS: dict[str, tuple[Job, str, str, float]] = {
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", slow_but(JOBS, 2))
+@pytest.mark.parametrize("name", slow_but(JOBS, 1))
 def test_each_offered_recipe_is_valid_and_fits(name: str) -> None:
     """It is parsed, checked and predicted again, with the figures that were offered."""
     job, text, gpu, share = JOBS[name]
