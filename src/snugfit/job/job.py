@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, did_you_mean
-from snugfit.job.architectures import class_of, heads, tasks_of, transformers_version
+from snugfit.job.architectures import class_names, class_of, heads, tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
-from snugfit.job.inputs import added_tasks, has_sequence, has_target
+from snugfit.job.inputs import added_tasks, has_sequence, has_target, inputs_of
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_phase
@@ -45,7 +45,6 @@ _HUB_TASKS = {
     "summarization": "seq2seq-lm",
     "translation": "seq2seq-lm",
     "text2text-generation": "seq2seq-lm",
-    **{added_task.elsewhere: added_task.name for added_task in added_tasks() if added_task.elsewhere},
 }
 """Names of tasks of a job, by their names in the hub's pipelines and in peft."""
 
@@ -58,9 +57,9 @@ class TaskBase(StrEnum):
     """Task of a model (output of its head), named after transformers' heads."""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the task called `text`, in snugfit's or the hub's words. Raises `JobError` with the allowed
-        names.
+    def parse(cls, text: str, model_type: str = "") -> Self:
+        """Return the task called `text`, in snugfit's or the hub's words. If several tasks have this name, the
+        type of the model decides. Raises `JobError` with the allowed names.
 
         `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
         other models.
@@ -69,7 +68,9 @@ class TaskBase(StrEnum):
         if text not in (*legal, CUSTOM):
             # The hub and peft write tasks in other ways.
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
-            if (name := _HUB_TASKS.get(plain, plain)) in legal:
+            named = [added.name for added in added_tasks() if plain in (added.name, *added.elsewhere)]
+            named.sort(key=lambda name: not class_names(name, model_type))
+            if (name := next(iter(named), _HUB_TASKS.get(plain, plain))) in legal:
                 return cls(name)
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
@@ -199,7 +200,7 @@ class Job:
             # The class is frozen, so text becomes an enum around its own assignment.
             object.__setattr__(self, "task", _task_of(self.model))
         if not isinstance(self.task, Task):  # people write plain strings
-            object.__setattr__(self, "task", Task.parse(self.task))
+            object.__setattr__(self, "task", Task.parse(self.task, self.model.architecture))
         if not isinstance(self.phase, Phase):
             object.__setattr__(self, "phase", Phase.parse(self.phase))
         object.__setattr__(self, "dtype", _loaded_dtype(self.dtype, self.model))
@@ -262,7 +263,8 @@ class Job:
         if (added := self.added_phase) is not None:
             return added.tokens(self)
         if has_sequence(self.task):
-            return self.batch_size * self.sequence_length
+            sequences = self.batch_size * inputs_of(self.task, self.model.architecture).sequences(self)
+            return sequences * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
         # If a user's example has token ids, their sizes count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0

@@ -157,22 +157,24 @@ class SoundInput(SampleInputs):
         mask[:, -targets:][:, padding] = 0
         return batch | {"input_ids": ids, "attention_mask": mask}
 
-    def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels of a synthetic batch, or None for a model whose decoder has separate ones.
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return the labels of a synthetic batch.
 
         A codec's labels are its stream of text. A language model with sound input has labels (B, A + T): its
         last T tokens, or all of them.
         """
         if self.codes:
-            return inputs[self.name][..., 0].clone()
+            return {"labels": inputs[self.name][..., 0].clone()}
         if not self.tokens:
-            return None
+            return super().targets(shapes, samples, inputs, generator)
         labels = inputs["input_ids"].clone()
         # The loss covers only the target. A sound that is added has a label for each token but the first.
         labels[:, : 1 if self.added else -shapes.job.target_length] = IGNORED
         if "attention_mask" in inputs:
             labels[inputs["attention_mask"] == 0] = IGNORED
-        return labels
+        return {"labels": labels}
 
 
 def pixels(config: Any) -> tuple[int, ...]:
@@ -310,6 +312,7 @@ class Pictures(ModelInputs):
     """Input type of models for pictures, with synthetic batches and labels."""
 
     task = tasks.PICTURES.name
+    takes_tokens = False
     has_classes = True
 
     def of_job(self, job: Job, config: Any) -> PictureInput:
@@ -321,6 +324,7 @@ class Sounds(ModelInputs):
     """Input type of models for sounds, alone or among tokens, with synthetic batches and labels."""
 
     task = tasks.SOUNDS.name
+    takes_tokens = False
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:

@@ -11,5 +11,5 @@ PICTURES = AddedTask(
 SOUNDS = AddedTask(
     name="speech-to-text",
     head=("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
-    elsewhere="automatic-speech-recognition",
+    elsewhere=("automatic-speech-recognition",),
 )

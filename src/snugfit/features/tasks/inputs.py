@@ -1,0 +1,83 @@
+"""Synthetic batches of this feature's tasks.
+
+Shapes: B samples, S sequence length, C choices of a sample (the job's `labels`).
+
+| task               | inputs              | labels                                                     |
+|--------------------|---------------------|------------------------------------------------------------|
+| question-answering | input_ids (B, S)    | start_positions (B), end_positions (B): tokens of the answer |
+| multiple-choice    | input_ids (B, C, S) | labels (B), the correct choice                             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from snugfit.errors import JobError
+from snugfit.features.tasks import tasks
+from snugfit.job.batch import Batch, BatchShapes, SampleInputs
+from snugfit.job.inputs import ModelInputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.job.job import Job
+
+
+class AnswerSpans(SampleInputs):
+    """Random first and last tokens of answers, which creates synthetic batches for question answering."""
+
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return the positions of answers in tokens, each (B). They are never in the padding."""
+        import torch
+
+        # The loss ignores positions beyond the sequence, so a mean over samples needs tokens of the text.
+        length = shapes.padding_of(inputs["input_ids"]).start
+        ends = torch.randint(length, (samples, 2), generator=generator, device="cpu").sort(dim=1).values
+        return {"start_positions": ends[:, 0].clone(), "end_positions": ends[:, 1].clone()}
+
+
+class ChoiceTexts(SampleInputs):
+    """Random texts of choices, which creates synthetic batches for multiple choice."""
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """Return token ids (B, C, S), with their attention mask if there is padding."""
+        choices = shapes.job.labels
+        flat = shapes.tokens(samples * choices, generator)
+        return {name: value.view(samples, choices, -1) for name, value in flat.items()}
+
+
+class QuestionInputs(ModelInputs):
+    """Input type of models that find an answer's first and last token in a text."""
+
+    task = tasks.QUESTIONS.name
+
+    def of_job(self, job: Job, config: Any) -> AnswerSpans:
+        """Return the class of a job's synthetic answers."""
+        return AnswerSpans()
+
+    def label_items(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of samples, over which the losses of first and last tokens are averaged."""
+        return len(batch["start_positions"])
+
+
+class ChoiceInputs(ModelInputs):
+    """Input type of models that choose one of several texts. The job's `labels` is the number of choices."""
+
+    task = tasks.CHOICES.name
+    has_classes = True
+
+    def of_job(self, job: Job, config: Any) -> ChoiceTexts:
+        """Return the class of a job's synthetic choices. Raises `JobError` for a single choice."""
+        if job.labels < 2:
+            raise JobError(f"labels is {job.labels}; {job.task} needs 2 choices or more. Set labels: 4.")
+        return ChoiceTexts()
+
+    def sequences(self, job: Job) -> int:
+        """Return the number of choices."""
+        return job.labels
+
+
+QUESTION_INPUTS, CHOICE_INPUTS = QuestionInputs(), ChoiceInputs()
