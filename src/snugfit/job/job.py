@@ -58,8 +58,8 @@ class TaskBase(StrEnum):
 
     @classmethod
     def parse(cls, text: str, model_type: str = "") -> Self:
-        """Return the task called `text`, in snugfit's or the hub's words. If several tasks have this name, the
-        type of the model decides. Raises `JobError` with the allowed names.
+        """Return the task called `text`, in snugfit's or the hub's words. If several tasks have this name,
+        the type of the model decides. Raises `JobError` with the allowed names.
 
         `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
         other models.

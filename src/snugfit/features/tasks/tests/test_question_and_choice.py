@@ -132,7 +132,7 @@ def test_choices_of_swag_and_of_lists() -> None:
     assert len(lettered["input_ids"]) == 2
     with pytest.raises(UsageError, match=r"2 choices, but the job has 4 labels. Set labels: 2"):
         read([named], CHOICES)
-    with pytest.raises(UsageError, match=r"'answerKey' is 'C', which is no choice. Allowed are A, B"):
+    with pytest.raises(UsageError, match=r"'answerKey' is 'C', which is not a choice. Allowed are A, B"):
         read([{**named, "answerKey": "C"}], CHOICES, labels=2)
 
 
