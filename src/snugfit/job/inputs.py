@@ -45,6 +45,9 @@ class ModelInputs:
     has_target: ClassVar[bool] = False
     """True if the labels of the task are the tokens of a target sequence with its own length."""
 
+    has_seconds: ClassVar[bool] = False
+    """True if the samples are sounds of the job's length in seconds."""
+
     def serves(self, task: str, architecture: str) -> bool:
         """Return True if a model of this architecture takes these inputs in this task."""
         return task == self.task
@@ -94,10 +97,26 @@ def has_target(task: str) -> bool:
     return task == "seq2seq-lm" or any(inputs.has_target for inputs in _kinds_with(task))
 
 
+def has_seconds(task: str) -> bool:
+    """Return True if the task's samples are sounds of the job's length in seconds."""
+    return any(inputs.has_seconds for inputs in _kinds_with(task))
+
+
 def has_classes(task: str) -> bool:
     """Return True if the task's labels are classes, as for classification."""
     texts = task in ("sequence-classification", "token-classification")
     return texts or any(inputs.has_classes for inputs in _kinds_with(task))
+
+
+def unused_sizes(task: str) -> set[str]:
+    """Return the names of the job's sizes that this task does not use."""
+    uses = {
+        "sequence_length": has_sequence(task),
+        "target_length": has_target(task),
+        "seconds": has_seconds(task),
+        "labels": has_classes(task),
+    }
+    return {name for name, used in uses.items() if not used}
 
 
 def _kinds_with(task: str) -> list[ModelInputs]:

@@ -25,6 +25,10 @@ from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_ph
 
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
+LONGEST_SOUND = 3_600
+"""Largest accepted length of a sound in seconds. No dataset of transformers' examples has sounds of an hour.
+"""
+
 MOST_LABELS = 1 << 18
 """Largest accepted number of labels. transformers writes each label's name several times, and public label
 sets have fewer labels.
@@ -151,6 +155,9 @@ class Job:
     target_length: int = 128
     """Number of tokens in one target sequence, for models with a separate decoder (T5, Whisper)."""
 
+    seconds: float = 30.0
+    """Length in seconds of a sample's sound, for encoders that take sounds of any length."""
+
     padding: float = 0.0
     """Fraction of each sequence that is padding, in [0, 1). If it is 0, no attention mask is passed."""
 
@@ -208,6 +215,10 @@ class Job:
         _in_range("sequence length", self.sequence_length, LARGEST_LENGTH)
         _in_range("target length", self.target_length, LARGEST_LENGTH)
         _in_range("labels", self.labels, MOST_LABELS)
+        if not _is_number(self.seconds) or not 0 < self.seconds <= LONGEST_SOUND:
+            raise JobError(
+                f"seconds is {self.seconds!r}; it must be a number above 0, up to {LONGEST_SOUND:,}."
+            )
         if not _is_number(self.padding) or not 0 <= self.padding < 1:
             raise JobError(
                 f"padding is {self.padding!r}; it must be a fraction of each sequence, from 0 to below 1."

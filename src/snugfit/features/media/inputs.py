@@ -232,25 +232,38 @@ def _encoder(config: Any) -> Any:
     return config
 
 
-def _features(model_type: str, part: Any) -> tuple[int, ...]:
-    """Return the shape of a spectrogram; empty if the model takes the waveform itself."""
+def sound_of_encoder(config: Any, seconds: float) -> SoundInput:
+    """Return the `SoundInput` of an encoder that takes sounds of this length. Whisper and AST take a fixed
+    number of frames.
+    """
+    part = _encoder(config)
+    if config.model_type == "audio-spectrogram-transformer":
+        return SoundInput("input_values", (config.max_length, config.num_mel_bins))
+    shape = _features(config.model_type, part, round(100 * seconds))
+    return SoundInput("input_features", shape) if shape else SoundInput("input_values", _wave(part, seconds))
+
+
+def _features(model_type: str, part: Any, frames: int = FRAMES) -> tuple[int, ...]:
+    """Return the shape of a spectrogram with this number of frames of 10 ms; empty if the model takes the
+    waveform itself.
+    """
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
     if getattr(part, "conv_dim", None):  # wav2vec 2.0 and similar models have convolutions over the wave
         return ()
     if stacked:
-        return FRAMES // 2, stacked
+        return frames // 2, stacked
     if bins and positions:
         return bins, 2 * positions
     if stack := getattr(part, "num_stacked_frames", None):
-        return FRAMES // STACKED_FRAMES, stack * part.num_mel_bins
+        return frames // STACKED_FRAMES, stack * part.num_mel_bins
     bins = bins or getattr(part, "input_feat_per_channel", 0) * getattr(part, "input_channels", 1)
-    shape = (bins, FRAMES) if model_type in BINS_FIRST else (FRAMES, bins)
+    shape = (bins, frames) if model_type in BINS_FIRST else (frames, bins)
     return shape if bins else ()
 
 
-def _wave(part: Any) -> tuple[int]:
-    return (SECONDS * (getattr(part, "sampling_rate", None) or SAMPLE_RATE),)
+def _wave(part: Any, seconds: float = SECONDS) -> tuple[int]:
+    return (round(seconds * (getattr(part, "sampling_rate", None) or SAMPLE_RATE)),)
 
 
 def _pooled_tokens(config: Any, part: Any) -> int:
@@ -353,4 +366,42 @@ class Sounds(ModelInputs):
         return sound_input
 
 
+class ClassifiedSounds(ModelInputs):
+    """Input type of encoders that classify sounds, with synthetic batches and labels."""
+
+    task = tasks.SOUND_CLASSES.name
+    takes_tokens = False
+    has_classes = True
+    has_seconds = True
+
+    def of_job(self, job: Job, config: Any) -> SoundInput:
+        """Return the `SoundInput` with the shape of the job's sounds."""
+        return sound_of_encoder(config, job.seconds)
+
+
+class TranscribedSounds(ModelInputs):
+    """Input type of encoders that are trained by connectionist temporal classification (CTC)."""
+
+    task = tasks.CTC.name
+    takes_tokens = False
+    has_target = True
+    has_seconds = True
+
+    def complete(self, config: Any) -> None:
+        """Set the loss to the mean over samples, as transformers' `run_speech_recognition_ctc.py` does. The
+        sum, the default of some configs, is another loss in micro-batches.
+        """
+        if hasattr(config, "ctc_loss_reduction"):
+            config.ctc_loss_reduction = "mean"
+
+    def of_job(self, job: Job, config: Any) -> SoundInput:
+        """Return the `SoundInput` with the shape of the job's sounds."""
+        return sound_of_encoder(config, job.seconds)
+
+    def label_items(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of samples. The loss of each is divided by its own number of labels."""
+        return len(batch["labels"])
+
+
 PICTURES, SOUNDS = Pictures(), Sounds()
+CLASSIFIED_SOUNDS, TRANSCRIBED_SOUNDS = ClassifiedSounds(), TranscribedSounds()

@@ -38,10 +38,11 @@ from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer
 from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry, path_in
-from snugfit.features.media.inputs import has_sound_embeddings, pixels, sound
+from snugfit.features.media.inputs import has_sound_embeddings, pixels, sound, sound_of_encoder
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.sounds import SoundPreprocessor
-from snugfit.features.media.tasks import PICTURES, SOUNDS
+from snugfit.features.media.tasks import CTC, PICTURES, SOUND_CLASSES, SOUNDS
+from snugfit.job.inputs import has_seconds, has_target
 from snugfit.job.job import Job, Task
 from snugfit.job.weights import own_folder as folder_of_model
 
@@ -52,19 +53,30 @@ if TYPE_CHECKING:
     from snugfit.data.rows import Rows
 
 
-INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
+INPUTS = {
+    Task(PICTURES.name): (("image",),),
+    Task(SOUNDS.name): (("audio", "text"),),
+    Task(CTC.name): (("audio", "text"),),
+    Task(SOUND_CLASSES.name): (("audio",),),
+}
 """Roles of the columns that each task reads, as `data/columns.py` has them for tasks on text."""
+
+_AUDIO = ("audio", "file_name", "audio_path", "path", "file")
 
 USUAL = {
     ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
+    ("audio",): tuple((name,) for name in _AUDIO),
     ("audio", "text"): tuple(product(
-        ("audio", "file_name", "audio_path", "path", "file"),
+        _AUDIO,
         ("text", "sentence", "transcription", "transcript", "normalized_text"),
     )),
 }  # fmt: skip
 """Usual column names, by roles."""
 
-LABELS = {Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label")}
+LABELS = {
+    Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label"),
+    Task(SOUND_CLASSES.name): ("label", "labels", "class", "category", "intent_class", "genre", "emotion"),
+}
 """Usual names of the label's column, by task."""
 
 RATE = "sampling_rate"
@@ -168,7 +180,7 @@ def read_samples(
             "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
         )
     loaded = load_processor(chosen, job)
-    if job.task != SOUNDS.name:
+    if not has_target(job.task):
         return media_samples(rows, job, loaded, label_names=label_names)
     words = tokenizer if tokenizer is not None else _tokenizer_of(chosen)
     return media_samples(rows, job, loaded, as_tokenizer(getattr(words, "tokenizer", words)))
@@ -202,12 +214,14 @@ def media_samples(
     media = rows.select_columns({column} | ({RATE} & {*rows.columns}))
     _refuse_missing(media, column)
     preprocessor: PicturePreprocessor | SoundPreprocessor
-    if job.task == PICTURES.name:
+    if "image" in columns:
         shape = pixels(job.config_to_read())
         preprocessor = PicturePreprocessor(processor=processor, shape=shape)
-        targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)
     else:
         preprocessor = _sound_preprocessor(job, processor)
+    if "label" in columns:
+        targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)
+    else:
         targets = _texts(rows.select_columns({columns["text"]}), columns["text"], job, tokenizer)
     notes = tuple(rows.notes())
     samples = MediaSamples(media=media, column=column, preprocessor=preprocessor, notes=notes, **targets)
@@ -236,7 +250,13 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
             f"The feature extractor has dither: {extractor.dither}, which adds different noise at every "
             "start. Set it to 0.0 in preprocessor_config.json."
         )
-    sound_input = sound(job.config_to_read())
+    config = job.config_to_read()
+    if has_seconds(job.task):
+        # Only Whisper and AST have a fixed number of frames. Sounds of any length are padded in a batch.
+        fixed = sound_of_encoder(config, 1.0).shape == sound_of_encoder(config, 2.0).shape
+        shape = sound_of_encoder(config, job.seconds).shape if fixed else None
+        return SoundPreprocessor(extractor=extractor, shape=shape, seconds=None if fixed else job.seconds)
+    sound_input = sound(config)
     shape = (
         sound_input.shape if sound_input and sound_input.name == "input_features" else None
     )  # waves may have any length
@@ -305,7 +325,7 @@ def load_processor(named: Any, job: Job) -> Any:
 
     inner, noun = _KINDS[job.task]
     if isinstance(named, str | os.PathLike):
-        is_picture = job.task == PICTURES.name
+        is_picture = inner == _PICTURE[0]
         return load_pretrained(
             named,
             _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
@@ -326,10 +346,9 @@ def load_processor(named: Any, job: Job) -> Any:
     return processor
 
 
-_KINDS = {
-    PICTURES.name: ("image_processor", "image processor"),
-    SOUNDS.name: ("feature_extractor", "feature extractor"),
-}
+_PICTURE = ("image_processor", "image processor")
+_SOUND = ("feature_extractor", "feature extractor")
+_KINDS = {PICTURES.name: _PICTURE, **dict.fromkeys((SOUNDS.name, SOUND_CLASSES.name, CTC.name), _SOUND)}
 """For each task, a multi-part processor's attribute for pictures or sounds, and the part's name in messages.
 """
 

@@ -13,3 +13,12 @@ SOUNDS = AddedTask(
     head=("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
     elsewhere=("automatic-speech-recognition",),
 )
+SOUND_CLASSES = AddedTask(
+    name="audio-classification",
+    head=("AutoModelForAudioClassification", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
+)
+CTC = AddedTask(
+    name="ctc",
+    head=("AutoModelForCTC", "MODEL_FOR_CTC_MAPPING_NAMES"),
+    elsewhere=("automatic-speech-recognition",),
+)
