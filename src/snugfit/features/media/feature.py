@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Media(Feature):
     """The feature that reads datasets with pictures or sounds, and folders of pictures."""
 
-    column_roles: ClassVar[tuple[str, ...]] = ("image", "audio")
+    column_roles: ClassVar[tuple[str, ...]] = ("image", "segmentation_map", "video", "audio")
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
         """Return a function that reads the pictures in folders named by class; None if `folders` has no

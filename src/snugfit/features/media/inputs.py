@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 USUAL_PIXELS = 224
 """Height and width in pixels of pictures in networks for ImageNet."""
 
+UNLABELLED = 255
+"""Class of pixels that losses ignore: the default of `semantic_loss_ignore_index` in transformers."""
+
 SECONDS = 30
 FRAMES = 100 * SECONDS
 """Number of frames in a spectrogram of 30 seconds with a hop of 10 ms, as in transformers' feature extractors
@@ -93,6 +96,37 @@ class PictureInput(SampleInputs):
             sides = [[rows, self.shape[0] // rows]]
             batch["spatial_shapes"] = torch.tensor(sides * samples, device="cpu")
         return batch
+
+
+@dataclass(frozen=True)
+class SegmentedPictureInput(PictureInput):
+    """The shape of a model's picture input, with a class for each pixel."""
+
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return random classes of pixels, (B, H, W)."""
+        import torch
+
+        size = (samples, *self.shape[1:])
+        labels = torch.randint(shapes.job.labels, size, generator=generator, device="cpu")
+        return {"labels": labels}
+
+
+@dataclass(frozen=True)
+class VideoInput(SampleInputs):
+    """The shape of a model's video input, which creates synthetic batches."""
+
+    name: str
+    """Name of the argument of the model's `forward`."""
+    shape: tuple[int, int, int, int]
+    """Shape of one video, (F, C, H, W)."""
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """Return videos (B, F, C, H, W)."""
+        import torch
+
+        return {self.name: torch.randn(samples, *self.shape, generator=generator, device="cpu")}
 
 
 @dataclass(frozen=True)
@@ -188,6 +222,20 @@ def pixels(config: Any) -> tuple[int, ...]:
     size = getattr(vision, "image_size", None) or USUAL_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return channels, height, width
+
+
+def video(config: Any) -> VideoInput:
+    """Return the `VideoInput` of a model with this config, whose keys have the frames and their size."""
+    frames = getattr(config, "frames_per_clip", None) or getattr(config, "num_frames", None) or 16
+    side = getattr(config, "crop_size", None) or getattr(config, "image_size", None) or USUAL_PIXELS
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_chans", None) or 3
+    name = "pixel_values_videos" if config.model_type in _VIDEOS_BY_NAME else "pixel_values"
+    return VideoInput(name, (frames, channels, height, width))
+
+
+_VIDEOS_BY_NAME = frozenset({"vjepa2", "videoprism_vision_model"})
+"""Model types whose argument for videos has a name of its own."""
 
 
 def sound(config: Any) -> SoundInput | None:
@@ -333,6 +381,38 @@ class Pictures(ModelInputs):
         return PictureInput(pixels(config))
 
 
+class SegmentedPictures(ModelInputs):
+    """Input type of models that classify each pixel of a picture, with synthetic batches and labels."""
+
+    task = tasks.SEGMENTATION.name
+    takes_tokens = False
+    has_classes = True
+
+    def of_job(self, job: Job, config: Any) -> SegmentedPictureInput:
+        """Return the `SegmentedPictureInput` with the shape of the model's pictures. Raises `JobError` for a
+        single class.
+        """
+        if job.labels < 2:
+            raise JobError(f"labels is {job.labels}; {job.task} needs 2 classes or more. Set labels: 150.")
+        return SegmentedPictureInput(pixels(config))
+
+    def label_items(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of pixels with a class. The loss is their mean."""
+        return int((batch["labels"] != UNLABELLED).sum())
+
+
+class Videos(ModelInputs):
+    """Input type of models that classify videos, with synthetic batches and labels."""
+
+    task = tasks.VIDEOS.name
+    takes_tokens = False
+    has_classes = True
+
+    def of_job(self, job: Job, config: Any) -> VideoInput:
+        """Return the `VideoInput` with the shape of the model's videos."""
+        return video(config)
+
+
 class Sounds(ModelInputs):
     """Input type of models for sounds, alone or among tokens, with synthetic batches and labels."""
 
@@ -404,4 +484,5 @@ class TranscribedSounds(ModelInputs):
 
 
 PICTURES, SOUNDS = Pictures(), Sounds()
+SEGMENTED_PICTURES, VIDEOS = SegmentedPictures(), Videos()
 CLASSIFIED_SOUNDS, TRANSCRIBED_SOUNDS = ClassifiedSounds(), TranscribedSounds()

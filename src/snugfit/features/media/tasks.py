@@ -1,4 +1,4 @@
-"""The training tasks of models for pictures and sounds."""
+"""The training tasks of models for pictures, videos and sounds."""
 
 from __future__ import annotations
 
@@ -21,4 +21,13 @@ CTC = AddedTask(
     name="ctc",
     head=("AutoModelForCTC", "MODEL_FOR_CTC_MAPPING_NAMES"),
     elsewhere=("automatic-speech-recognition",),
+)
+SEGMENTATION = AddedTask(
+    name="semantic-segmentation",
+    head=("AutoModelForSemanticSegmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"),
+    elsewhere=("image-segmentation",),
+)
+VIDEOS = AddedTask(
+    name="video-classification",
+    head=("AutoModelForVideoClassification", "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES"),
 )

@@ -81,7 +81,7 @@ class SoleOwner:
             return False
         if any(uses > limit for uses, limit in zip(_use_counts(arguments), most, strict=True)):
             return False
-        return _CONDITIONS.get(func, lambda *operands: True)(*arguments)
+        return (_CONDITIONS.get(func) or _always)(*arguments)
 
 
 @functools.cache
@@ -101,6 +101,11 @@ def _may_be_added(first: torch.Tensor, other: Any, *further: Any) -> bool:
         and first.dtype == other.dtype
         and torch._prims_common.is_non_overlapping_and_dense_or_false(first)
     )
+
+
+def _always(*arguments: Any) -> bool:
+    """Return True, for operators that autograd always runs in place."""
+    return True
 
 
 def _adds(operand: torch.Tensor, indices: Any, values: Any, accumulate: bool = False) -> bool:
