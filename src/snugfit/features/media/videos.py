@@ -62,8 +62,8 @@ class VideoPreprocessor:
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
                 f"{entry.name}: the processor makes {shape_text(pixels.shape)} of it, but the job was "
-                f"planned for {shape_text(self.shape)}. Set the processor's size, or the frames and the size in the "
-                "model's config.json."
+                f"planned for {shape_text(self.shape)}. Set the processor's size, or the frames and "
+                "the size in the model's config.json."
             )
         return pixels
 
@@ -95,8 +95,8 @@ def _frames(entry: MediaEntry) -> list[Image]:
         return [_frame(entry, value) for value in entry.value]
     except TypeError:
         raise UsageError(
-            f"{entry.location}: a video must be a path, a file's bytes, a list of images or an array (F, H, W, "
-            f"C) of uint8, not of type {type(entry.value).__name__}. Correct this row, or remove it."
+            f"{entry.location}: a video must be a path, a file's bytes, a list of images or an array (F, H, "
+            f"W, C) of uint8, not of type {type(entry.value).__name__}. Correct this row, or remove it."
         ) from None
 
 
