@@ -122,7 +122,8 @@ class SyntheticDataset:
             return self._layout.part(self._example, sample, sample + 1)
         # Each sample has its own seed, so that all workers create the same samples and none is stored.
         batch = self._shapes.batch(1, self.seed * self.samples + index)
-        return {name: value[0] for name, value in batch.items()}
+        joined = inputs_of(self.job.task, self.job.model.architecture).joined
+        return {name: value if name in joined else value[0] for name, value in batch.items()}
 
     @cached_property
     def _shapes(self) -> BatchShapes:

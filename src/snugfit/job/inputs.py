@@ -45,6 +45,12 @@ class ModelInputs:
     has_target: ClassVar[bool] = False
     """True if the labels of the task are the tokens of a target sequence with its own length."""
 
+    has_images: ClassVar[bool] = False
+    """True if the samples are texts with the job's number of images."""
+
+    joined: ClassVar[frozenset[str]] = frozenset()
+    """Names of inputs, such as patches of images, whose first dimension continues from sample to sample."""
+
     has_seconds: ClassVar[bool] = False
     """True if the samples are sounds of the job's length in seconds."""
 
@@ -94,18 +100,23 @@ def has_target(task: str) -> bool:
     """Return True if the task's labels are sequences with their own length, as for an encoder-decoder
     model.
     """
-    return task == "seq2seq-lm" or any(inputs.has_target for inputs in _kinds_with(task))
+    return task == "seq2seq-lm" or _some(task, "has_target")
 
 
 def has_seconds(task: str) -> bool:
     """Return True if the task's samples are sounds of the job's length in seconds."""
-    return any(inputs.has_seconds for inputs in _kinds_with(task))
+    return _some(task, "has_seconds")
+
+
+def has_images(task: str) -> bool:
+    """Return True if the task's samples are texts with the job's number of images."""
+    return _some(task, "has_images")
 
 
 def has_classes(task: str) -> bool:
     """Return True if the task's labels are classes, as for classification."""
     texts = task in ("sequence-classification", "token-classification")
-    return texts or any(inputs.has_classes for inputs in _kinds_with(task))
+    return texts or _some(task, "has_classes")
 
 
 def unused_sizes(task: str) -> set[str]:
@@ -114,9 +125,15 @@ def unused_sizes(task: str) -> set[str]:
         "sequence_length": has_sequence(task),
         "target_length": has_target(task),
         "seconds": has_seconds(task),
+        "images": has_images(task),
         "labels": has_classes(task),
     }
     return {name for name, used in uses.items() if not used}
+
+
+def _some(task: str, attribute: str) -> bool:
+    """Return True if the class attribute is true for inputs of this task."""
+    return any(getattr(inputs, attribute) for inputs in _kinds_with(task))
 
 
 def _kinds_with(task: str) -> list[ModelInputs]:

@@ -25,6 +25,7 @@ from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_ph
 
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
+MOST_IMAGES = 1 << 10
 LONGEST_SOUND = 3_600
 """Largest accepted length of a sound in seconds. No dataset of transformers' examples has sounds of an hour.
 """
@@ -155,6 +156,9 @@ class Job:
     target_length: int = 128
     """Number of tokens in one target sequence, for models with a separate decoder (T5, Whisper)."""
 
+    images: int = 1
+    """Number of images in a sample of text."""
+
     seconds: float = 30.0
     """Length in seconds of a sample's sound, for encoders that take sounds of any length."""
 
@@ -215,6 +219,7 @@ class Job:
         _in_range("sequence length", self.sequence_length, LARGEST_LENGTH)
         _in_range("target length", self.target_length, LARGEST_LENGTH)
         _in_range("labels", self.labels, MOST_LABELS)
+        _in_range("images", self.images, MOST_IMAGES)
         if not _is_number(self.seconds) or not 0 < self.seconds <= LONGEST_SOUND:
             raise JobError(
                 f"seconds is {self.seconds!r}; it must be a number above 0, up to {LONGEST_SOUND:,}."

@@ -29,6 +29,6 @@ class Media(Feature):
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
         """Return the dataset's rows as samples for a task with pictures or sounds; None for other tasks."""
-        from snugfit.features.media.samples import INPUTS, read_samples
+        from snugfit.features.media.samples import TASKS, read_samples
 
-        return read_samples(rows, job, processor, tokenizer, **options) if job.task in INPUTS else None
+        return read_samples(rows, job, processor, tokenizer, **options) if job.task in TASKS else None

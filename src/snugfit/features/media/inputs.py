@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
 from snugfit.features.media import tasks
+from snugfit.features.media.picture_texts import NestedPictureTexts, PictureTexts
 from snugfit.job.batch import IGNORED, Batch, BatchShapes, SampleInputs
 from snugfit.job.inputs import ModelInputs
 from snugfit.job.job import Job, Task
@@ -484,5 +485,6 @@ class TranscribedSounds(ModelInputs):
 
 
 PICTURES, SOUNDS = Pictures(), Sounds()
+PICTURE_TEXTS, NESTED_PICTURE_TEXTS = PictureTexts(), NestedPictureTexts()
 SEGMENTED_PICTURES, VIDEOS = SegmentedPictures(), Videos()
 CLASSIFIED_SOUNDS, TRANSCRIBED_SOUNDS = ClassifiedSounds(), TranscribedSounds()

@@ -39,9 +39,19 @@ from snugfit.data.tokens import Tokenizer, as_tokenizer
 from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry, path_in
 from snugfit.features.media.inputs import has_sound_embeddings, pixels, sound, sound_of_encoder, video
+from snugfit.features.media.picture_text_samples import INPUTS as _PICTURE_TEXTS
+from snugfit.features.media.picture_text_samples import picture_text_samples
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.sounds import SoundPreprocessor
-from snugfit.features.media.tasks import CTC, PICTURES, SEGMENTATION, SOUND_CLASSES, SOUNDS, VIDEOS
+from snugfit.features.media.tasks import (
+    CTC,
+    PICTURE_TEXTS,
+    PICTURES,
+    SEGMENTATION,
+    SOUND_CLASSES,
+    SOUNDS,
+    VIDEOS,
+)
 from snugfit.features.media.videos import VideoPreprocessor
 from snugfit.job.inputs import has_seconds, has_target
 from snugfit.job.job import Job, Task
@@ -66,6 +76,9 @@ INPUTS = {
     Task(SOUND_CLASSES.name): (("audio",),),
 }
 """Roles of the columns that each task reads, as `data/columns.py` has them for tasks on text."""
+
+TASKS = {*INPUTS, *_PICTURE_TEXTS}
+"""Tasks whose datasets this feature reads."""
 
 _AUDIO = ("audio", "file_name", "audio_path", "path", "file")
 
@@ -188,7 +201,7 @@ def read_samples(
     *,
     pack: bool,
     label_names: Sequence[str],
-) -> MediaSamples:
+) -> IndexedSamples:
     """Return a dataset's rows as samples, through the given processor, else that in the tokenizer's folder or
     the model's. Raises `UsageError` if there is none.
     """
@@ -206,6 +219,8 @@ def read_samples(
             f"{job.model.name} ({job.model.architecture}) takes audio among its tokens, and snugfit cannot "
             "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
         )
+    if job.task == PICTURE_TEXTS.name:
+        return picture_text_samples(rows, job, chosen)
     loaded = load_processor(chosen, job)
     if not has_target(job.task):
         return media_samples(rows, job, loaded, label_names=label_names)
@@ -386,6 +401,7 @@ def load_processor(named: Any, job: Job) -> Any:
 _PICTURE = ("image_processor", "image processor")
 _SOUND = ("feature_extractor", "feature extractor")
 _KINDS = {
+    PICTURE_TEXTS.name: ("tokenizer", "processor"),
     **dict.fromkeys((PICTURES.name, SEGMENTATION.name, VIDEOS.name), _PICTURE),
     **dict.fromkeys((SOUNDS.name, SOUND_CLASSES.name, CTC.name), _SOUND),
 }

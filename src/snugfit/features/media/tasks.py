@@ -31,3 +31,8 @@ VIDEOS = AddedTask(
     name="video-classification",
     head=("AutoModelForVideoClassification", "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES"),
 )
+PICTURE_TEXTS = AddedTask(
+    name="image-text-to-text",
+    head=("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    elsewhere=("image-to-text", "visual-question-answering"),
+)

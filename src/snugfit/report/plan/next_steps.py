@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.techniques.feature import Configuration
 
-OPTION_FIELDS = ("batch_size", "sequence_length", "target_length", "seconds", "padding", "labels", "clip")
+OPTION_FIELDS = (
+    "batch_size", "sequence_length", "target_length", "images", "seconds", "padding", "labels", "clip",
+)  # fmt: skip
 """Names of the job's fields that commands accept as options of the same names."""
 
 FILE_FIELDS = ("decay_groups", "build_on", "learning_rate")
