@@ -196,8 +196,8 @@ class PictureTexts(ModelInputs):
         taken = (layout.tokens + AROUND) * job.images
         if taken >= job.sequence_length:
             raise JobError(
-                f"sequence length {job.sequence_length} has no room for text beside {job.images} images of "
-                f"{layout.tokens + AROUND} tokens. Set a sequence length above {taken}."
+                f"sequence length {job.sequence_length} is too short for {job.images} images of "
+                f"{layout.tokens + AROUND} tokens and text. Set a sequence length above {taken}."
             )
         return PictureTextInput(layout, config.image_token_id, config.model_type in NESTED)
 

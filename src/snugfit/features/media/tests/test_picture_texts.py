@@ -92,7 +92,7 @@ def test_pictures_of_all_samples_are_joined(
 
 
 def test_pictures_need_room_and_a_known_architecture() -> None:
-    with pytest.raises(JobError, match=r"no room for text beside 3 images of 18 tokens.*above 54"):
+    with pytest.raises(JobError, match=r"too short for 3 images of 18 tokens and text.*above 54"):
         synthetic(job_of(LLAVA, TASK, sequence_length=48, images=3), 1)
     with pytest.raises(JobError, match=f"It can for {', '.join(LAYOUTS)}"):
         synthetic(job_of({"model_type": "fuyu"}, TASK, sequence_length=48), 1)
