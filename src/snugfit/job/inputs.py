@@ -45,6 +45,9 @@ class ModelInputs:
     has_target: ClassVar[bool] = False
     """True if the labels of the task are the tokens of a target sequence with its own length."""
 
+    mixing: ClassVar[str] = ""
+    """Reason why the task's loss is not a mean over samples; empty if it is."""
+
     has_images: ClassVar[bool] = False
     """True if the samples are texts with the job's number of images."""
 
@@ -65,6 +68,10 @@ class ModelInputs:
         """Return the `SampleInputs` (`batch.py`) of a job; None for those of the core. Raise `JobError` for a
         model of unknown shapes.
         """
+
+    def finish(self, model: Any) -> Any:
+        """Return the model to train in place of transformers' own, for tasks whose loss that has not."""
+        return model
 
     def sequences(self, job: Any) -> int:
         """Return the number of token sequences in a sample, such as those of all choices."""

@@ -6,6 +6,7 @@ Shapes: B samples, S sequence length, C choices of a sample (the job's `labels`)
 |--------------------|---------------------|------------------------------------------------------------|
 | question-answering | input_ids (B, S)    | start_positions (B), end_positions (B): tokens of the answer |
 | multiple-choice    | input_ids (B, C, S) | labels (B), the correct choice                             |
+| embedding          | input_ids (B, 2, S) | none: the pairs of other samples are the wrong answers     |
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
 from snugfit.features.tasks import tasks
+from snugfit.features.tasks.contrast import TEXTS, with_contrastive_loss
 from snugfit.job.batch import Batch, BatchShapes, SampleInputs
 from snugfit.job.inputs import ModelInputs
 
@@ -49,6 +51,21 @@ class ChoiceTexts(SampleInputs):
         return {name: value.view(samples, choices, -1) for name, value in flat.items()}
 
 
+class TextPairs(SampleInputs):
+    """Random pairs of texts, which creates synthetic batches for embeddings."""
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """Return token ids (B, 2, S), with their attention mask if there is padding."""
+        flat = shapes.tokens(samples * TEXTS, generator)
+        return {name: value.view(samples, TEXTS, -1) for name, value in flat.items()}
+
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return no labels: the other samples of the batch are the wrong answers."""
+        return {}
+
+
 class QuestionInputs(ModelInputs):
     """Input type of models that find an answer's first and last token in a text."""
 
@@ -80,4 +97,27 @@ class ChoiceInputs(ModelInputs):
         return job.labels
 
 
-QUESTION_INPUTS, CHOICE_INPUTS = QuestionInputs(), ChoiceInputs()
+class EmbeddingInputs(ModelInputs):
+    """Input type of encoders of texts, which are trained to give the texts of a pair similar embeddings."""
+
+    task = tasks.EMBEDDING.name
+    mixing = "each text is compared with the partners of all texts in the batch"
+
+    def of_job(self, job: Job, config: Any) -> TextPairs:
+        """Return the class of a job's synthetic pairs."""
+        return TextPairs()
+
+    def sequences(self, job: Job) -> int:
+        """Return the number of texts in a pair."""
+        return TEXTS
+
+    def label_items(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of pairs."""
+        return len(batch["input_ids"])
+
+    def finish(self, model: Any) -> Any:
+        """Return the encoder with the contrastive loss."""
+        return with_contrastive_loss(model)
+
+
+QUESTION_INPUTS, CHOICE_INPUTS, EMBEDDING_INPUTS = QuestionInputs(), ChoiceInputs(), EmbeddingInputs()

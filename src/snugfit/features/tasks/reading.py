@@ -6,6 +6,7 @@
 |                    | question, context, answer, answer_start                                            |
 | multiple-choice    | question (or context), choices, label                                              |
 |                    | sent1, sent2, ending0, ending1, ending2, ending3, label as in SWAG                 |
+| embedding          | text and text_pair, such as a question and its passage                             |
 
 A context that is too long becomes several samples that overlap, as in SQuAD's baselines. A sample without the
 answer has its positions at the classification token. Choices are a list of texts, or {"text": [...],
@@ -26,8 +27,9 @@ from snugfit.data.rows import Rows, as_text
 from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer, padding_token
 from snugfit.errors import UsageError, one_line
+from snugfit.features.tasks.contrast import TEXTS
 from snugfit.features.tasks.samples import SequenceSamples
-from snugfit.features.tasks.tasks import CHOICES, QUESTIONS
+from snugfit.features.tasks.tasks import CHOICES, EMBEDDING, QUESTIONS
 from snugfit.job.job import Job, Task
 
 ENDINGS = ("ending0", "ending1", "ending2", "ending3")
@@ -38,10 +40,16 @@ INPUTS: Mapping[Task, tuple[Form, ...]] = {
         ("question", "context", "answers"),
     ),
     Task(CHOICES.name): (("sent1", "sent2", *ENDINGS), ("question", "choices")),
+    Task(EMBEDDING.name): (("text", "text_pair"),),
 }
 """Roles of the columns that each task reads, as `data/columns.py` has them for tasks of the core."""
 
 USUAL: Mapping[Form, tuple[Form, ...]] = {
+    ("text", "text_pair"): (
+        ("text", "text_pair"), ("anchor", "positive"), ("query", "positive"), ("query", "document"),
+        ("query", "passage"), ("question", "answer"), ("sentence1", "sentence2"), ("premise", "hypothesis"),
+        ("title", "abstract"),
+    ),
     ("question", "context", "answers"): (("question", "context", "answers"),),
     ("question", "context", "answer", "answer_start"): (
         ("question", "context", "answer", "answer_start"),
@@ -268,8 +276,33 @@ def _choice_number(rows: Rows, row: Mapping[str, Any], column: str, index: int, 
     )
 
 
+# ---- embeddings --------------------------------------------------------------------------------------------
+
+
+def read_pairs(rows: Rows, columns: Mapping[str, str], job: Job, tokenizer: Any) -> SequenceSamples:
+    """Return pairs of texts, each text as a sequence of its own."""
+    inputs, words, cut, lost = RaggedBuilder(), Tokenizer(tokenizer), 0, 0
+    numbered = enumerate(rows)
+    while chunk := list(islice(numbered, ROWS_AT_ONCE)):
+        pairs = [
+            rows.text(row, columns[role], index) for index, row in chunk for role in ("text", "text_pair")
+        ]
+        for tokens in words.tokens(pairs, limit=job.sequence_length):
+            inputs.append(tokens.ids)
+            cut, lost = cut + (tokens.cut > 0), lost + tokens.cut
+    return SequenceSamples(
+        inputs=inputs.build(),
+        sequences=TEXTS,
+        pad_token=padding_token(job, tokenizer),
+        cut=cut,
+        cut_tokens=lost,
+        notes=tuple(rows.notes()),
+    )
+
+
 READERS: Mapping[str, Callable[[Rows, Mapping[str, str], Job, Any], SequenceSamples]] = {
     QUESTIONS.name: read_questions,
     CHOICES.name: read_choices,
+    EMBEDDING.name: read_pairs,
 }
 """Functions that read a task's rows with a tokenizer."""

@@ -13,3 +13,8 @@ CHOICES = AddedTask(
     name="multiple-choice",
     head=("AutoModelForMultipleChoice", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"),
 )
+EMBEDDING = AddedTask(
+    name="embedding",
+    head=("AutoModelForTextEncoding", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES"),
+    elsewhere=("sentence-similarity", "feature-extraction"),
+)
