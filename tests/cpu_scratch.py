@@ -60,6 +60,7 @@ SCRATCH = {
         "aten::masked_select",
         "aten::empty",
     ): "the CPU counts what comes before each element",
+    ("aten::masked_select", "aten::_to_copy"): "the CPU sums the mask in int64 for the size of its result",
     ("aten::baddbmm", "aten::baddbmm"): ONEDNN,
     ("aten::baddbmm", "aten::clone"): BLAS,
     ("aten::addmm_", ""): "oneDNN packs a transposed operand of 16 bits",

@@ -82,6 +82,8 @@ Task = Annotated[
 ]
 SequenceLength = Annotated[int | None, option(JOB, "Tokens per sequence. [512]")]
 TargetLength = Annotated[int | None, option(JOB, "Tokens per target, for encoder-decoder models. [128]")]
+Images = Annotated[int | None, option(JOB, "Images in a sample, for models of images and text. [1]")]
+Seconds = Annotated[float | None, option(JOB, "Seconds of a sample's sound, for audio encoders. [30]")]
 Padding = Annotated[float | None, option(JOB, "Fraction of each sequence that is padding. [0]")]
 BatchSize = Annotated[
     int | None, option(JOB, "Global batch: samples per optimizer step, over all micro-batches. [4]")
@@ -227,6 +229,8 @@ def _job_arguments(
     task: Task = None,
     sequence_length: SequenceLength = None,
     target_length: TargetLength = None,
+    images: Images = None,
+    seconds: Seconds = None,
     padding: Padding = None,
     batch_size: BatchSize = None,
     labels: Labels = None,

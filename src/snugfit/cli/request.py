@@ -365,20 +365,16 @@ def _task(model: Model) -> str:
 
 def _refuse_unused(settings: Mapping[str, Any], job: Job) -> None:
     """Raise `UsageError` for settings that the task does not use, such as a sequence length for pictures."""
-    from snugfit.job.inputs import has_classes, has_sequence, has_target
+    from snugfit.job.inputs import unused_sizes
 
-    unused = {
-        "sequence_length": not has_sequence(job.task),
-        "target_length": not has_target(job.task),
-        "labels": not has_classes(job.task),
-    }
-    for key, without in unused.items():
-        if key in settings and without:
+    unused = unused_sizes(job.task)
+    for key in unused:
+        if key in settings:
             raise UsageError(
                 f"{key.replace('_', ' ')} is {settings[key]}, but the task {job.task} does not use it. "
                 "Leave it out."
             )
-    if settings.get("largest") == "sequence-length" and unused["sequence_length"]:
+    if settings.get("largest") == "sequence-length" and "sequence_length" in unused:
         raise UsageError(
             f"--largest sequence-length: the task {job.task} has no sequences. Try --largest batch."
         )

@@ -50,6 +50,11 @@ class Collate:
             )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = self.inputs(samples)
+        return {**batch, "labels": self.labels(samples, batch["input_ids"].shape[1])}
+
+    def inputs(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the padded token ids of samples, (B, S), with their attention mask and token types."""
         import torch
 
         lists = [sample["input_ids"] for sample in samples]
@@ -61,7 +66,6 @@ class Collate:
         if "token_type_ids" in samples[0]:
             types = [sample["token_type_ids"] for sample in samples]
             batch["token_type_ids"] = torch.from_numpy(_pad(types, length, 0))
-        batch["labels"] = self.labels(samples, length)
         return batch
 
     def labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:

@@ -57,14 +57,14 @@ def tasks_of(model_type: str) -> tuple[str, ...]:
 def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     """Return the task whose head is named in `architectures`, or the only task that the architecture has.
 
-    None if several tasks remain. If two tasks share a class (BART's), the pretraining objective is excluded.
+    None if several tasks remain. If tasks share a class, it is the first one in `heads`, but not a
+    pretraining objective (BART's).
     """
     possible = tasks_of(model_type)
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
-    if len(named) > 1:
-        # BART's class is for masked and seq2seq language models. Its pretraining task is excluded.
-        named.remove("masked-lm")
-    chosen = named or possible
+    # BART's class is for masked and seq2seq language models, and Gemma 3's for text with and without images.
+    named.sort(key=lambda task: task == "masked-lm")
+    chosen = named[:1] or possible
     return chosen[0] if len(chosen) == 1 else None
 
 

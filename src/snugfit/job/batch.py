@@ -25,7 +25,7 @@ with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,8 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     """
     if job.task is Task.CUSTOM:
         return job.model.layout(job.batch_size).count(batch)
+    if (own := inputs_of(job.task, job.model.architecture).label_items(batch)) is not None:
+        return own
     labels = batch["labels"]
     if labels.dim() == 1:
         return int(labels.shape[0])
@@ -120,7 +122,8 @@ class SyntheticDataset:
             return self._layout.part(self._example, sample, sample + 1)
         # Each sample has its own seed, so that all workers create the same samples and none is stored.
         batch = self._shapes.batch(1, self.seed * self.samples + index)
-        return {name: value[0] for name, value in batch.items()}
+        joined = inputs_of(self.job.task, self.job.model.architecture).joined
+        return {name: value if name in joined else value[0] for name, value in batch.items()}
 
     @cached_property
     def _shapes(self) -> BatchShapes:
@@ -141,15 +144,19 @@ class SyntheticDataset:
 
 
 class SampleInputs:
-    """The non-token inputs of a job's samples, such as pictures; features define subclasses."""
+    """Inputs and labels of a job's samples. This class has those of the core's tasks on tokens. Features
+    define subclasses.
+    """
 
     def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
         """Return random inputs for B = `samples` samples, on the CPU."""
-        raise NotImplementedError
+        return shapes.tokens(samples, generator)
 
-    def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels for these non-token inputs; None if the task has its usual labels."""
-        return None
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return random labels of these inputs by the names of the model's arguments, on the CPU."""
+        return {"labels": shapes.labels(samples, inputs, generator)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +170,8 @@ class BatchShapes:
     pad_token: int = 0
     end_token: int | None = None
     """Token that ends every sequence, for classifiers that read its hidden state; None for other models."""
-    other: SampleInputs | None = None
-    """Inputs of a feature that are not tokens, such as images; None for a model of tokens."""
+    other: SampleInputs = field(default_factory=SampleInputs)
+    """Inputs and labels of the task."""
 
     @classmethod
     def of(cls, job: Job) -> BatchShapes:
@@ -175,7 +182,6 @@ class BatchShapes:
         text = config.get_text_config()
         vocabulary = getattr(text, "vocab_size", 0) or 0
         pad_token = getattr(text, "pad_token_id", None)
-        other = inputs_of(job.task, job.model.architecture)
         # Encoder-decoder classifiers (BART, T5) read the state of the end token.
         looks_for_end = config.is_encoder_decoder and job.task is Task.SEQUENCE_CLASSIFICATION
         return cls(
@@ -184,7 +190,7 @@ class BatchShapes:
             # A pad token outside of the vocabulary would index past the embedding.
             pad_token=pad_token if pad_token is not None and pad_token < vocabulary else 0,
             end_token=first_end_token(config) if looks_for_end else None,
-            other=other.of_job(job, config) if other is not None else None,
+            other=inputs_of(job.task, job.model.architecture).of_job(job, config) or SampleInputs(),
         )
 
     def batch(self, samples: int, seed: int) -> Batch:
@@ -197,18 +203,13 @@ class BatchShapes:
         import torch
 
         generator = torch.Generator(device="cpu").manual_seed(seed)
-        inputs = self._inputs(samples, generator)
-        labels = self._labels(samples, inputs, generator)
-        return {**inputs, "labels": labels}
+        inputs = self.other.inputs(self, samples, generator)
+        return {**inputs, **self.other.targets(self, samples, inputs, generator)}
 
-    def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
-        """Return random token ids (B, S), with their attention mask if there is padding, or a feature's
-        inputs.
-        """
+    def tokens(self, samples: int, generator: torch.Generator) -> Batch:
+        """Return random token ids (B, S), with their attention mask if there is padding."""
         import torch
 
-        if self.other is not None:
-            return self.other.inputs(self, samples, generator)
         ids = self.ids(samples, self.job.sequence_length, generator)
         padding = self.padding_of(ids)
         if self.end_token is not None:  # once per sequence, or the classifier raises an error
@@ -223,13 +224,11 @@ class BatchShapes:
         ids[:, padding] = self.pad_token
         return {"input_ids": ids, "attention_mask": mask}
 
-    def _labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
+    def labels(self, samples: int, inputs: Batch, generator: torch.Generator) -> torch.Tensor:
         """Return labels of the task's shape: (B), (B, S) or (B, T), as in this module's table."""
         import torch
 
         job = self.job
-        if self.other is not None and (own := self.other.labels(self, inputs)) is not None:
-            return own
         if has_classes(job.task) and job.task is not Task.TOKEN_CLASSIFICATION:
             if job.labels == 1:  # transformers treats one label as a regression
                 return torch.rand(samples, generator=generator, device="cpu")

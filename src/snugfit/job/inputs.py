@@ -1,4 +1,4 @@
-"""Tasks and model inputs other than tokens, such as pictures and sound, which features add. A feature's
+"""Tasks, and inputs of models such as pictures and sound, which features add. A feature's
 module `tasks.py` has an `AddedTask` for each, which is read before there are jobs. Its module `inputs.py` has
 one `ModelInputs` for each input type. A batch of tokens belongs to the core (`batch.py`).
 """
@@ -22,21 +22,40 @@ class AddedTask:
     head: tuple[str, str]
     """Auto class and model types of the task, in the form of `HEADS` in `architectures.py`."""
 
-    elsewhere: str = ""
-    """Name of the task on the Hugging Face hub; empty if it is the same."""
+    elsewhere: tuple[str, ...] = ()
+    """Other names of the task: those of pipelines on the Hugging Face hub. Several tasks may share a name.
+    The model's architecture then decides.
+    """
 
 
 class ModelInputs:
-    """Interface for one type of non-token inputs of a model, such as pictures or sound."""
+    """Inputs and labels of a model in one task; features define subclasses. This class is for tasks on
+    tokens of the core.
+    """
 
     task: ClassVar[str] = ""
     """Name of the added task whose models all take these inputs; empty without one."""
 
+    takes_tokens: ClassVar[bool] = True
+    """True if the inputs are token sequences of the job's length; False for pictures and sound."""
+
     has_classes: ClassVar[bool] = False
-    """True if the labels of the task are classes."""
+    """True if the labels of the task are classes, or choices."""
 
     has_target: ClassVar[bool] = False
     """True if the labels of the task are the tokens of a target sequence with its own length."""
+
+    mixing: ClassVar[str] = ""
+    """Reason why the task's loss is not a mean over samples; empty if it is."""
+
+    has_images: ClassVar[bool] = False
+    """True if the samples are texts with the job's number of images."""
+
+    joined: ClassVar[frozenset[str]] = frozenset()
+    """Names of inputs, such as patches of images, whose first dimension continues from sample to sample."""
+
+    has_seconds: ClassVar[bool] = False
+    """True if the samples are sounds of the job's length in seconds."""
 
     def serves(self, task: str, architecture: str) -> bool:
         """Return True if a model of this architecture takes these inputs in this task."""
@@ -46,8 +65,23 @@ class ModelInputs:
         """Add keys that these inputs need to a transformers config, as configs of the hub have them."""
 
     def of_job(self, job: Any, config: Any) -> Any:
-        """Return the `SampleInputs` (`batch.py`) of a job. Raise `JobError` for a model of unknown shapes."""
-        raise NotImplementedError
+        """Return the `SampleInputs` (`batch.py`) of a job; None for those of the core. Raise `JobError` for a
+        model of unknown shapes.
+        """
+
+    def finish(self, model: Any) -> Any:
+        """Return the model to train in place of transformers' own, for tasks whose loss that has not."""
+        return model
+
+    def sequences(self, job: Any) -> int:
+        """Return the number of token sequences in a sample, such as those of all choices."""
+        return 1
+
+    def label_items(self, batch: Any) -> int | None:
+        """Return the number of items over which the loss of this batch is averaged; None if it follows from
+        `labels` as in tasks of the core.
+        """
+        return None
 
 
 @functools.cache
@@ -58,7 +92,7 @@ def added_tasks() -> tuple[AddedTask, ...]:
 
 @functools.cache
 def model_inputs() -> tuple[ModelInputs, ...]:
-    """Return the handlers of non-token inputs, such as pictures, that features add."""
+    """Return the handlers of inputs, such as pictures, that features add."""
     return tuple(feature_objects("inputs", ModelInputs))
 
 
@@ -66,28 +100,58 @@ def has_sequence(task: str) -> bool:
     """Return True if the task's batches are token sequences of the job's length. Other lengths follow from
     the model's config or a user's example.
     """
-    return task != "custom" and not _kinds_with(task)
+    return task != "custom" and all(inputs.takes_tokens for inputs in _kinds_with(task))
 
 
 def has_target(task: str) -> bool:
     """Return True if the task's labels are sequences with their own length, as for an encoder-decoder
     model.
     """
-    return task == "seq2seq-lm" or any(inputs.has_target for inputs in _kinds_with(task))
+    return task == "seq2seq-lm" or _some(task, "has_target")
+
+
+def has_seconds(task: str) -> bool:
+    """Return True if the task's samples are sounds of the job's length in seconds."""
+    return _some(task, "has_seconds")
+
+
+def has_images(task: str) -> bool:
+    """Return True if the task's samples are texts with the job's number of images."""
+    return _some(task, "has_images")
 
 
 def has_classes(task: str) -> bool:
     """Return True if the task's labels are classes, as for classification."""
     texts = task in ("sequence-classification", "token-classification")
-    return texts or any(inputs.has_classes for inputs in _kinds_with(task))
+    return texts or _some(task, "has_classes")
+
+
+def unused_sizes(task: str) -> set[str]:
+    """Return the names of the job's sizes that this task does not use."""
+    uses = {
+        "sequence_length": has_sequence(task),
+        "target_length": has_target(task),
+        "seconds": has_seconds(task),
+        "images": has_images(task),
+        "labels": has_classes(task),
+    }
+    return {name for name, used in uses.items() if not used}
+
+
+def _some(task: str, attribute: str) -> bool:
+    """Return True if the class attribute is true for inputs of this task."""
+    return any(getattr(inputs, attribute) for inputs in _kinds_with(task))
 
 
 def _kinds_with(task: str) -> list[ModelInputs]:
     return [inputs for inputs in model_inputs() if task == inputs.task]
 
 
-def inputs_of(task: str, architecture: str) -> ModelInputs | None:
-    """Return the handler of a model's non-token inputs, such as pictures, in this task; None for tokens or a
-    user's own module.
+def inputs_of(task: str, architecture: str) -> ModelInputs:
+    """Return the handler of a model's inputs in this task. Tokens of the core's tasks, and a user's own
+    module, have one that does nothing.
     """
-    return next((inputs for inputs in model_inputs() if inputs.serves(task, architecture)), None)
+    return next((inputs for inputs in model_inputs() if inputs.serves(task, architecture)), _TOKENS)
+
+
+_TOKENS = ModelInputs()

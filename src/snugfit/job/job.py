@@ -16,15 +16,20 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 from snugfit.errors import JobError, did_you_mean
-from snugfit.job.architectures import class_of, heads, tasks_of, transformers_version
+from snugfit.job.architectures import class_names, class_of, heads, tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
-from snugfit.job.inputs import added_tasks, has_sequence, has_target
+from snugfit.job.inputs import added_tasks, has_sequence, has_target, inputs_of
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_phase
 
 LARGEST_BATCH = 1 << 20
 LARGEST_LENGTH = 1 << 24
+MOST_IMAGES = 1 << 10
+LONGEST_SOUND = 3_600
+"""Largest accepted length of a sound in seconds. No dataset of transformers' examples has sounds of an hour.
+"""
+
 MOST_LABELS = 1 << 18
 """Largest accepted number of labels. transformers writes each label's name several times, and public label
 sets have fewer labels.
@@ -45,7 +50,6 @@ _HUB_TASKS = {
     "summarization": "seq2seq-lm",
     "translation": "seq2seq-lm",
     "text2text-generation": "seq2seq-lm",
-    **{added_task.elsewhere: added_task.name for added_task in added_tasks() if added_task.elsewhere},
 }
 """Names of tasks of a job, by their names in the hub's pipelines and in peft."""
 
@@ -58,9 +62,9 @@ class TaskBase(StrEnum):
     """Task of a model (output of its head), named after transformers' heads."""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the task called `text`, in snugfit's or the hub's words. Raises `JobError` with the allowed
-        names.
+    def parse(cls, text: str, model_type: str = "") -> Self:
+        """Return the task called `text`, in snugfit's or the hub's words. If several tasks have this name,
+        the type of the model decides. Raises `JobError` with the allowed names.
 
         `custom` is parsed but not listed. It is for modules from Python, and `_refuse_task` rejects it for
         other models.
@@ -69,7 +73,9 @@ class TaskBase(StrEnum):
         if text not in (*legal, CUSTOM):
             # The hub and peft write tasks in other ways.
             plain = str(text).lower().replace("_", "-").replace(" ", "-")
-            if (name := _HUB_TASKS.get(plain, plain)) in legal:
+            named = [added.name for added in added_tasks() if plain in (added.name, *added.elsewhere)]
+            named.sort(key=lambda name: not class_names(name, model_type))
+            if (name := next(iter(named), _HUB_TASKS.get(plain, plain))) in legal:
                 return cls(name)
             raise JobError(f"Unknown task {text!r}.{did_you_mean(text, legal)} Tasks: {', '.join(legal)}.")
         return cls(text)
@@ -150,6 +156,12 @@ class Job:
     target_length: int = 128
     """Number of tokens in one target sequence, for models with a separate decoder (T5, Whisper)."""
 
+    images: int = 1
+    """Number of images in a sample of text."""
+
+    seconds: float = 30.0
+    """Length in seconds of a sample's sound, for encoders that take sounds of any length."""
+
     padding: float = 0.0
     """Fraction of each sequence that is padding, in [0, 1). If it is 0, no attention mask is passed."""
 
@@ -199,7 +211,7 @@ class Job:
             # The class is frozen, so text becomes an enum around its own assignment.
             object.__setattr__(self, "task", _task_of(self.model))
         if not isinstance(self.task, Task):  # people write plain strings
-            object.__setattr__(self, "task", Task.parse(self.task))
+            object.__setattr__(self, "task", Task.parse(self.task, self.model.architecture))
         if not isinstance(self.phase, Phase):
             object.__setattr__(self, "phase", Phase.parse(self.phase))
         object.__setattr__(self, "dtype", _loaded_dtype(self.dtype, self.model))
@@ -207,6 +219,11 @@ class Job:
         _in_range("sequence length", self.sequence_length, LARGEST_LENGTH)
         _in_range("target length", self.target_length, LARGEST_LENGTH)
         _in_range("labels", self.labels, MOST_LABELS)
+        _in_range("images", self.images, MOST_IMAGES)
+        if not _is_number(self.seconds) or not 0 < self.seconds <= LONGEST_SOUND:
+            raise JobError(
+                f"seconds is {self.seconds!r}; it must be a number above 0, up to {LONGEST_SOUND:,}."
+            )
         if not _is_number(self.padding) or not 0 <= self.padding < 1:
             raise JobError(
                 f"padding is {self.padding!r}; it must be a fraction of each sequence, from 0 to below 1."
@@ -262,7 +279,8 @@ class Job:
         if (added := self.added_phase) is not None:
             return added.tokens(self)
         if has_sequence(self.task):
-            return self.batch_size * self.sequence_length
+            sequences = self.batch_size * inputs_of(self.task, self.model.architecture).sequences(self)
+            return sequences * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
         # If a user's example has token ids, their sizes count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0

@@ -22,7 +22,7 @@ from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import LAYERS, check_facts, ignored_keys, without_ignored
 from snugfit.job.dtype import main_dtype
 from snugfit.job.find import find_facts
-from snugfit.job.inputs import has_classes, has_target, inputs_of, model_inputs
+from snugfit.job.inputs import has_classes, inputs_of, model_inputs
 from snugfit.job.weights import own_folder, stored_dtype
 
 if TYPE_CHECKING:
@@ -253,14 +253,14 @@ class Model:
             _name_a_pad_token(config.get_text_config())
         for inputs in model_inputs():
             inputs.complete(config)
-        in_tokens = inputs_of(task, self.architecture) is None
+        in_tokens = inputs_of(task, self.architecture).takes_tokens
         # Synthetic targets have a separate length, which a decoder without an encoder does not support.
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
                 f"targets of another length, so they do not fit it in {task}. Choose another task."
             )
-        if config.is_encoder_decoder and (has_target(task) or task == "sequence-classification"):
+        if config.is_encoder_decoder:
             _name_a_start_token(config)
             self._refuse_without_end_token(config, task)
         return config

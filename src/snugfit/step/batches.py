@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from snugfit.job.batch import REAL_VALUES, Batch, SyntheticDataset
 from snugfit.job.batch_layout import map_leaves
+from snugfit.job.inputs import inputs_of
 from snugfit.step.applier import loader_arguments
 from snugfit.step.wishes.model import input_dtype
 
@@ -109,20 +110,34 @@ def collator(job: Job, device: torch.device, *, always_mask: bool = False) -> Ca
         return lambda samples: _with_mask(unmasked(samples))
     if job.model.module is not None:
         return job.model.layout(job.batch_size).join
+    joined = inputs_of(job.task, job.model.architecture).joined
+    collate_joined = functools.partial(_collate_joined, joined)
     if device.type != "meta":
-        return collate
+        return collate_joined
 
     def repeat_first(samples: list[Any]) -> Any:
-        batch = {name: value.expand(len(samples), *value.shape) for name, value in samples[0].items()}
+        batch = {
+            # Each image is the first one, since a copy of all would need memory.
+            name: value[0].expand(len(samples) * len(value), *value.shape[1:])
+            if name in joined
+            else value.expand(len(samples), *value.shape)
+            for name, value in samples[0].items()
+        }
         # Real samples are created only if a model reads their values, and once for all inputs.
         few = range(min(len(samples), SAMPLES))
-        real = functools.cache(lambda: collate([samples[index].real() for index in few]))
+        real = functools.cache(lambda: collate_joined([samples[index].real() for index in few]))
         for name, value in batch.items():
             if name != "attention_mask":  # all samples are padded alike
-                setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name, len(samples)))
+                setattr(value, REAL_VALUES, functools.partial(_tensor_of, real, name, len(value)))
         return batch
 
     return repeat_first
+
+
+def _collate_joined(joined: frozenset[str], samples: list[Any]) -> Any:
+    """Collate samples, and join the images of all in the first dimension of the inputs with these names."""
+    batch = collate(samples)
+    return {**batch, **{name: batch[name].flatten(0, 1) for name in joined & batch.keys()}}
 
 
 def _with_mask(batch: Any) -> Any:

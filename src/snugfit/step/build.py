@@ -7,12 +7,12 @@ handlers of the fields are in `wishes/`, the order and its reasons in `technique
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import JobError, UsageError
+from snugfit.errors import UsageError
 from snugfit.job.build import OnLoaded, instantiate
 from snugfit.step.applier import adapt_model, built_on, model_arguments, optimizer_of_part, wrap_model
 from snugfit.step.wishes.handler import STAYS
@@ -60,7 +60,11 @@ def build_model(
     else:
         with device:
             model = _instantiate(job, setup, weights, on_loaded)
-        _refuse_left_on_the_host(job, model, device)
+        # Code of some models creates parameters on the CPU regardless of the device (XLNet's
+        # `torch.FloatTensor`, wav2vec 2.0's `masked_spec_embed`).
+        tensors = [*model.parameters(), *model.buffers()]
+        present = [tensor for tensor in tensors if tensor.device.type == device.type]
+        model = _move(model, device, present) if len(present) < len(tensors) else model
     model.train(job.trains)
     if job.trains:
         wrap_model(setup, model)
@@ -80,20 +84,6 @@ def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:
     return STAYS not in built_on(setup, job) and STAYS in built_on(setup, on_host)
 
 
-def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
-    """Raise `JobError` for a model whose code creates parameters on the CPU regardless of the device (XLNet's
-    `torch.FloatTensor`). Such a model must be built on the host and moved.
-    """
-    left = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
-    if left:
-        more = f" and {len(left) - 1} more parameters" if len(left) > 1 else ""
-        raise JobError(
-            f"{job.model.name}: its code makes {left[0]}{more} on the host, even if it is built on a GPU, "
-            "so its step fails there. Build it on the host and move it: build_on='host' from Python, or "
-            "--set build_on=host."
-        )
-
-
 @contextlib.contextmanager
 def _host(device: torch.device) -> Iterator[None]:
     import torch
@@ -108,8 +98,10 @@ def _host(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move the model to the device, as `model.to(device)`.
+def _move(
+    model: torch.nn.Module, device: torch.device, present: Iterable[torch.Tensor] = ()
+) -> torch.nn.Module:
+    """Move the model to the device, as `model.to(device)`. Its tensors in `present` are there already.
 
     On `meta` that would do nothing, so each tensor is created again in the order of `Module._apply`. A tied
     weight, which `_apply` visits twice, is created once. Tensors that a feature stores next to a weight are
@@ -119,7 +111,7 @@ def _move(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
     if device.type != "meta":
         return model.to(device)
-    storages: set[int] = set()
+    storages = {tensor.untyped_storage()._cdata for tensor in present}
 
     def remake(tensor: torch.Tensor) -> torch.Tensor:
         # On `meta` every data pointer is 0, and only `_cdata` identifies a storage.

@@ -31,6 +31,7 @@ from snugfit.features.exchange.trainer_arguments import (
     training_arguments,
     write_arguments,
 )
+from snugfit.job.inputs import ModelInputs, inputs_of
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -87,6 +88,15 @@ def check_target(job: Job, to: str) -> None:
         )
     if to in finetuning_tools.TOOLS:
         finetuning_tools.check_task(job, to)
+    inputs = type(inputs_of(job.task, job.model.architecture))
+    # A script's loop weighs micro-batches by `labels`, and a Trainer needs a model that returns its loss.
+    needed = ModelInputs.finish if to == "hf" else ModelInputs.label_items
+    if getattr(inputs, needed.__name__) is not needed:
+        remedy = "Use" if inputs.finish is not ModelInputs.finish else "Export to hf, or use"
+        raise UsageError(
+            f"An export to {to} is not supported for {job.task}: its loss needs other code. "
+            f"{remedy} snugfit train."
+        )
 
 
 def export(job: Job, recipe: Recipe, to: str, gpus: int = 1) -> Export:

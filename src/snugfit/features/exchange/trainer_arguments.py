@@ -28,7 +28,10 @@ _ELSEWHERE = ("model", "layers", "functorch", "lora", "environment")
 """Prefixes of dotted arguments that become no fields of `TrainingArguments`."""
 
 
-ONE_LABEL = ("sequence-classification", "image-classification")
+ONE_LABEL = (
+    "sequence-classification", "image-classification", "audio-classification", "video-classification",
+    "multiple-choice",
+)  # fmt: skip
 """Tasks with one label per sample, so that all GPUs have equally many labels."""
 
 MESH = "parallelism_config"

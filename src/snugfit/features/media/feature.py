@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Media(Feature):
     """The feature that reads datasets with pictures or sounds, and folders of pictures."""
 
-    column_roles: ClassVar[tuple[str, ...]] = ("image", "audio")
+    column_roles: ClassVar[tuple[str, ...]] = ("image", "segmentation_map", "video", "audio")
 
     def class_reader(self, folders: Sequence[Path]) -> Callable[[Path], Any] | None:
         """Return a function that reads the pictures in folders named by class; None if `folders` has no
@@ -29,6 +29,6 @@ class Media(Feature):
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
         """Return the dataset's rows as samples for a task with pictures or sounds; None for other tasks."""
-        from snugfit.features.media.samples import INPUTS, read_samples
+        from snugfit.features.media.samples import TASKS, read_samples
 
-        return read_samples(rows, job, processor, tokenizer, **options) if job.task in INPUTS else None
+        return read_samples(rows, job, processor, tokenizer, **options) if job.task in TASKS else None

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
 from snugfit.features.media import tasks
+from snugfit.features.media.picture_texts import NestedPictureTexts, PictureTexts
 from snugfit.job.batch import IGNORED, Batch, BatchShapes, SampleInputs
 from snugfit.job.inputs import ModelInputs
 from snugfit.job.job import Job, Task
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 USUAL_PIXELS = 224
 """Height and width in pixels of pictures in networks for ImageNet."""
+
+UNLABELLED = 255
+"""Class of pixels that losses ignore: the default of `semantic_loss_ignore_index` in transformers."""
 
 SECONDS = 30
 FRAMES = 100 * SECONDS
@@ -93,6 +97,37 @@ class PictureInput(SampleInputs):
             sides = [[rows, self.shape[0] // rows]]
             batch["spatial_shapes"] = torch.tensor(sides * samples, device="cpu")
         return batch
+
+
+@dataclass(frozen=True)
+class SegmentedPictureInput(PictureInput):
+    """The shape of a model's picture input, with a class for each pixel."""
+
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return random classes of pixels, (B, H, W)."""
+        import torch
+
+        size = (samples, *self.shape[1:])
+        labels = torch.randint(shapes.job.labels, size, generator=generator, device="cpu")
+        return {"labels": labels}
+
+
+@dataclass(frozen=True)
+class VideoInput(SampleInputs):
+    """The shape of a model's video input, which creates synthetic batches."""
+
+    name: str
+    """Name of the argument of the model's `forward`."""
+    shape: tuple[int, int, int, int]
+    """Shape of one video, (F, C, H, W)."""
+
+    def inputs(self, shapes: BatchShapes, samples: int, generator: torch.Generator) -> Batch:
+        """Return videos (B, F, C, H, W)."""
+        import torch
+
+        return {self.name: torch.randn(samples, *self.shape, generator=generator, device="cpu")}
 
 
 @dataclass(frozen=True)
@@ -157,22 +192,24 @@ class SoundInput(SampleInputs):
         mask[:, -targets:][:, padding] = 0
         return batch | {"input_ids": ids, "attention_mask": mask}
 
-    def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor | None:
-        """Return the labels of a synthetic batch, or None for a model whose decoder has separate ones.
+    def targets(
+        self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator
+    ) -> Mapping[str, Any]:
+        """Return the labels of a synthetic batch.
 
         A codec's labels are its stream of text. A language model with sound input has labels (B, A + T): its
         last T tokens, or all of them.
         """
         if self.codes:
-            return inputs[self.name][..., 0].clone()
+            return {"labels": inputs[self.name][..., 0].clone()}
         if not self.tokens:
-            return None
+            return super().targets(shapes, samples, inputs, generator)
         labels = inputs["input_ids"].clone()
         # The loss covers only the target. A sound that is added has a label for each token but the first.
         labels[:, : 1 if self.added else -shapes.job.target_length] = IGNORED
         if "attention_mask" in inputs:
             labels[inputs["attention_mask"] == 0] = IGNORED
-        return labels
+        return {"labels": labels}
 
 
 def pixels(config: Any) -> tuple[int, ...]:
@@ -186,6 +223,20 @@ def pixels(config: Any) -> tuple[int, ...]:
     size = getattr(vision, "image_size", None) or USUAL_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return channels, height, width
+
+
+def video(config: Any) -> VideoInput:
+    """Return the `VideoInput` of a model with this config, whose keys have the frames and their size."""
+    frames = getattr(config, "frames_per_clip", None) or getattr(config, "num_frames", None) or 16
+    side = getattr(config, "crop_size", None) or getattr(config, "image_size", None) or USUAL_PIXELS
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    channels = getattr(config, "num_channels", None) or getattr(config, "in_chans", None) or 3
+    name = "pixel_values_videos" if config.model_type in _VIDEOS_BY_NAME else "pixel_values"
+    return VideoInput(name, (frames, channels, height, width))
+
+
+_VIDEOS_BY_NAME = frozenset({"vjepa2", "videoprism_vision_model"})
+"""Model types whose argument for videos has a name of its own."""
 
 
 def sound(config: Any) -> SoundInput | None:
@@ -230,25 +281,38 @@ def _encoder(config: Any) -> Any:
     return config
 
 
-def _features(model_type: str, part: Any) -> tuple[int, ...]:
-    """Return the shape of a spectrogram; empty if the model takes the waveform itself."""
+def sound_of_encoder(config: Any, seconds: float) -> SoundInput:
+    """Return the `SoundInput` of an encoder that takes sounds of this length. Whisper and AST take a fixed
+    number of frames.
+    """
+    part = _encoder(config)
+    if config.model_type == "audio-spectrogram-transformer":
+        return SoundInput("input_values", (config.max_length, config.num_mel_bins))
+    shape = _features(config.model_type, part, round(100 * seconds))
+    return SoundInput("input_features", shape) if shape else SoundInput("input_values", _wave(part, seconds))
+
+
+def _features(model_type: str, part: Any, frames: int = FRAMES) -> tuple[int, ...]:
+    """Return the shape of a spectrogram with this number of frames of 10 ms; empty if the model takes the
+    waveform itself.
+    """
     bins, positions = getattr(part, "num_mel_bins", None), getattr(part, "max_source_positions", None)
     stacked = getattr(part, "feature_projection_input_dim", None) or getattr(part, "input_dim", None)
     if getattr(part, "conv_dim", None):  # wav2vec 2.0 and similar models have convolutions over the wave
         return ()
     if stacked:
-        return FRAMES // 2, stacked
+        return frames // 2, stacked
     if bins and positions:
         return bins, 2 * positions
     if stack := getattr(part, "num_stacked_frames", None):
-        return FRAMES // STACKED_FRAMES, stack * part.num_mel_bins
+        return frames // STACKED_FRAMES, stack * part.num_mel_bins
     bins = bins or getattr(part, "input_feat_per_channel", 0) * getattr(part, "input_channels", 1)
-    shape = (bins, FRAMES) if model_type in BINS_FIRST else (FRAMES, bins)
+    shape = (bins, frames) if model_type in BINS_FIRST else (frames, bins)
     return shape if bins else ()
 
 
-def _wave(part: Any) -> tuple[int]:
-    return (SECONDS * (getattr(part, "sampling_rate", None) or SAMPLE_RATE),)
+def _wave(part: Any, seconds: float = SECONDS) -> tuple[int]:
+    return (round(seconds * (getattr(part, "sampling_rate", None) or SAMPLE_RATE)),)
 
 
 def _pooled_tokens(config: Any, part: Any) -> int:
@@ -310,6 +374,7 @@ class Pictures(ModelInputs):
     """Input type of models for pictures, with synthetic batches and labels."""
 
     task = tasks.PICTURES.name
+    takes_tokens = False
     has_classes = True
 
     def of_job(self, job: Job, config: Any) -> PictureInput:
@@ -317,10 +382,43 @@ class Pictures(ModelInputs):
         return PictureInput(pixels(config))
 
 
+class SegmentedPictures(ModelInputs):
+    """Input type of models that classify each pixel of a picture, with synthetic batches and labels."""
+
+    task = tasks.SEGMENTATION.name
+    takes_tokens = False
+    has_classes = True
+
+    def of_job(self, job: Job, config: Any) -> SegmentedPictureInput:
+        """Return the `SegmentedPictureInput` with the shape of the model's pictures. Raises `JobError` for a
+        single class.
+        """
+        if job.labels < 2:
+            raise JobError(f"labels is {job.labels}; {job.task} needs 2 classes or more. Set labels: 150.")
+        return SegmentedPictureInput(pixels(config))
+
+    def label_items(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of pixels with a class. The loss is their mean."""
+        return int((batch["labels"] != UNLABELLED).sum())
+
+
+class Videos(ModelInputs):
+    """Input type of models that classify videos, with synthetic batches and labels."""
+
+    task = tasks.VIDEOS.name
+    takes_tokens = False
+    has_classes = True
+
+    def of_job(self, job: Job, config: Any) -> VideoInput:
+        """Return the `VideoInput` with the shape of the model's videos."""
+        return video(config)
+
+
 class Sounds(ModelInputs):
     """Input type of models for sounds, alone or among tokens, with synthetic batches and labels."""
 
     task = tasks.SOUNDS.name
+    takes_tokens = False
     has_target = True
 
     def serves(self, task: str, architecture: str) -> bool:
@@ -349,4 +447,44 @@ class Sounds(ModelInputs):
         return sound_input
 
 
+class ClassifiedSounds(ModelInputs):
+    """Input type of encoders that classify sounds, with synthetic batches and labels."""
+
+    task = tasks.SOUND_CLASSES.name
+    takes_tokens = False
+    has_classes = True
+    has_seconds = True
+
+    def of_job(self, job: Job, config: Any) -> SoundInput:
+        """Return the `SoundInput` with the shape of the job's sounds."""
+        return sound_of_encoder(config, job.seconds)
+
+
+class TranscribedSounds(ModelInputs):
+    """Input type of encoders that are trained by connectionist temporal classification (CTC)."""
+
+    task = tasks.CTC.name
+    takes_tokens = False
+    has_target = True
+    has_seconds = True
+
+    def complete(self, config: Any) -> None:
+        """Set the loss to the mean over samples, as transformers' `run_speech_recognition_ctc.py` does. The
+        sum, the default of some configs, is another loss in micro-batches.
+        """
+        if hasattr(config, "ctc_loss_reduction"):
+            config.ctc_loss_reduction = "mean"
+
+    def of_job(self, job: Job, config: Any) -> SoundInput:
+        """Return the `SoundInput` with the shape of the job's sounds."""
+        return sound_of_encoder(config, job.seconds)
+
+    def label_items(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of samples. The loss of each is divided by its own number of labels."""
+        return len(batch["labels"])
+
+
 PICTURES, SOUNDS = Pictures(), Sounds()
+PICTURE_TEXTS, NESTED_PICTURE_TEXTS = PictureTexts(), NestedPictureTexts()
+SEGMENTED_PICTURES, VIDEOS = SegmentedPictures(), Videos()
+CLASSIFIED_SOUNDS, TRANSCRIBED_SOUNDS = ClassifiedSounds(), TranscribedSounds()

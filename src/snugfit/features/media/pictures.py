@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError, one_line
 from snugfit.features.media.files import MediaEntry, shape_text
+from snugfit.features.media.inputs import UNLABELLED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,28 +48,57 @@ class PicturePreprocessor:
         """Return a picture's pixels as the model's input, (C, H, W) of fp32. Raises `UsageError` that names
         the row and its file.
         """
-        picture = self._in_mode(_open(entry), entry)
+        return self._prepare(self._in_mode(open_picture(entry), entry), entry)[self.input_name]
+
+    def input_and_map(
+        self, entry: MediaEntry, map_entry: MediaEntry, classes: int
+    ) -> dict[str, torch.Tensor]:
+        """Return a picture's pixels (C, H, W) and its segmentation map as the class of each pixel, (H, W) of
+        int64. Raises `UsageError` for a map of another size, or with other classes.
+        """
+        import numpy as np
+
+        picture, map_picture = self._in_mode(open_picture(entry), entry), open_picture(map_entry)
+        if map_picture.size != picture.size or len(map_picture.getbands()) != 1:
+            raise UsageError(
+                f"{map_entry.name}: a segmentation map is a picture of one channel, as large as its image "
+                f"({shape_text(picture.size)}). This one has {len(map_picture.getbands())} channels and "
+                f"{shape_text(map_picture.size)}. Replace it, or remove its row."
+            )
+        prepared = self._prepare(picture, entry, segmentation_maps=np.asarray(map_picture).astype(np.int64))
+        labels = prepared["labels"].long()
+        wrong = labels[(labels != UNLABELLED) & ((labels < 0) | (labels >= classes))]
+        if len(wrong):
+            raise UsageError(
+                f"{map_entry.name}: a pixel has the class {int(wrong[0])}, but the job has {classes} labels. "
+                f"Allowed are 0 to {classes - 1}, and {UNLABELLED} for none. Set labels, or correct the map."
+            )
+        return {self.input_name: prepared[self.input_name], "labels": labels}
+
+    def _prepare(self, picture: Image, entry: MediaEntry, **more: Any) -> dict[str, torch.Tensor]:
         try:
-            pixels: torch.Tensor = self.processor(images=picture, return_tensors="pt")[self.input_name][0]
+            found = self.processor(images=picture, return_tensors="pt", **more)
+            prepared: dict[str, torch.Tensor] = {name: value[0] for name, value in found.items()}
         except Exception as error:  # a user's image processor may raise any exception
             raise UsageError(
                 f"{entry.name}: the image processor fails on it ({one_line(error)}). Replace the file, "
                 "or remove its row."
             ) from error
+        pixels = prepared[self.input_name]
         if tuple(pixels.shape) != self.shape:
             raise UsageError(
                 f"{entry.name}: the image processor makes {shape_text(pixels.shape)} of it, but the job "
                 f"was planned for {shape_text(self.shape)}. Set the processor's size (and do_center_crop, "
                 'if images get different sizes), or "image_size" in the model\'s config.json.'
             )
-        return pixels
+        return prepared
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
         """Return a picture's bytes for a checksum of the dataset: the file's bytes, or the decoded pixels."""
         content = entry.content()
         if content is not None:
             return content
-        picture = _open(entry)
+        picture = open_picture(entry)
         return f"{picture.mode} {picture.size}".encode() + picture.tobytes()
 
     def _in_mode(self, picture: Image, entry: MediaEntry) -> Image:
@@ -83,7 +113,7 @@ class PicturePreprocessor:
         return picture.convert(mode)
 
 
-def _open(entry: MediaEntry) -> Image:
+def open_picture(entry: MediaEntry) -> Image:
     """Return the picture, decoded and rotated by its EXIF tag."""
     from PIL import Image, ImageOps
 

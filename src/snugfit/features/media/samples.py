@@ -38,10 +38,22 @@ from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer
 from snugfit.errors import UsageError
 from snugfit.features.media.files import MediaEntry, path_in
-from snugfit.features.media.inputs import has_sound_embeddings, pixels, sound
+from snugfit.features.media.inputs import has_sound_embeddings, pixels, sound, sound_of_encoder, video
+from snugfit.features.media.picture_text_samples import INPUTS as _PICTURE_TEXTS
+from snugfit.features.media.picture_text_samples import picture_text_samples
 from snugfit.features.media.pictures import PicturePreprocessor
 from snugfit.features.media.sounds import SoundPreprocessor
-from snugfit.features.media.tasks import PICTURES, SOUNDS
+from snugfit.features.media.tasks import (
+    CTC,
+    PICTURE_TEXTS,
+    PICTURES,
+    SEGMENTATION,
+    SOUND_CLASSES,
+    SOUNDS,
+    VIDEOS,
+)
+from snugfit.features.media.videos import VideoPreprocessor
+from snugfit.job.inputs import has_seconds, has_target
 from snugfit.job.job import Job, Task
 from snugfit.job.weights import own_folder as folder_of_model
 
@@ -52,19 +64,44 @@ if TYPE_CHECKING:
     from snugfit.data.rows import Rows
 
 
-INPUTS = {Task(PICTURES.name): (("image",),), Task(SOUNDS.name): (("audio", "text"),)}
+Preprocessor = PicturePreprocessor | VideoPreprocessor | SoundPreprocessor
+"""Type of an object that computes a sample's input from a column."""
+
+INPUTS = {
+    Task(PICTURES.name): (("image",),),
+    Task(SEGMENTATION.name): (("image", "segmentation_map"),),
+    Task(VIDEOS.name): (("video",),),
+    Task(SOUNDS.name): (("audio", "text"),),
+    Task(CTC.name): (("audio", "text"),),
+    Task(SOUND_CLASSES.name): (("audio",),),
+}
 """Roles of the columns that each task reads, as `data/columns.py` has them for tasks on text."""
+
+TASKS = {*INPUTS, *_PICTURE_TEXTS}
+"""Tasks whose datasets this feature reads."""
+
+_AUDIO = ("audio", "file_name", "audio_path", "path", "file")
 
 USUAL = {
     ("image",): (("image",), ("img",), ("file_name",), ("image_path",), ("path",), ("file",)),
+    ("image", "segmentation_map"): tuple(product(
+        ("image", "img", "file_name", "image_path", "pixel_values"),
+        ("segmentation_map", "annotation", "mask", "label", "labels", "semantic_segmentation"),
+    )),
+    ("video",): (("video",), ("file_name",), ("video_path",), ("path",), ("file",), ("frames",)),
+    ("audio",): tuple((name,) for name in _AUDIO),
     ("audio", "text"): tuple(product(
-        ("audio", "file_name", "audio_path", "path", "file"),
+        _AUDIO,
         ("text", "sentence", "transcription", "transcript", "normalized_text"),
     )),
 }  # fmt: skip
 """Usual column names, by roles."""
 
-LABELS = {Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label")}
+LABELS = {
+    Task(PICTURES.name): ("label", "labels", "class", "category", "fine_label"),
+    Task(VIDEOS.name): ("label", "labels", "class", "category", "action"),
+    Task(SOUND_CLASSES.name): ("label", "labels", "class", "category", "intent_class", "genre", "emotion"),
+}
 """Usual names of the label's column, by task."""
 
 RATE = "sampling_rate"
@@ -84,7 +121,13 @@ class MediaSamples(IndexedSamples):
     column: str
     """Name of the column of pictures or sounds."""
 
-    preprocessor: PicturePreprocessor | SoundPreprocessor
+    map_column: str = ""
+    """Name of the column of segmentation maps; empty for other tasks."""
+
+    classes: int = 0
+    """Number of classes of a segmentation map's pixels."""
+
+    preprocessor: Preprocessor
     """Object that computes a sample's input from that column."""
 
     def __len__(self) -> int:
@@ -93,6 +136,9 @@ class MediaSamples(IndexedSamples):
     def _sample(self, index: int, epoch: int) -> Sample:
         """Return the sample with this index as the model's input and its label, the same in every epoch."""
         entry = self._entry(self.media[index], index)
+        if self.map_column and isinstance(self.preprocessor, PicturePreprocessor):
+            map_entry = self._entry(self.media[index], index, self.map_column)
+            return dict(self.preprocessor.input_and_map(entry, map_entry, self.classes))
         return {self.preprocessor.input_name: self.preprocessor.input_of(entry), **self.target(index)}
 
     def collate_with(self, targets: Collate) -> MediaCollate:
@@ -101,14 +147,16 @@ class MediaSamples(IndexedSamples):
 
     def checksum(self, index: int) -> bytes:
         """Return a checksum of a sample's file, label and processor settings, without building the sample."""
-        checksum = hashlib.sha256(self.preprocessor.raw_bytes(self._entry(self.media[index], index)))
+        columns = [name for name in (self.column, self.map_column) if name]
+        entries = [self._entry(self.media[index], index, name) for name in columns]
+        checksum = hashlib.sha256(b"".join(map(self.preprocessor.raw_bytes, entries)))
         settings = settings_of(self.preprocessor)
         checksum.update(json.dumps([self.target(index), settings], default=str).encode())
         return checksum.digest()
 
-    def _entry(self, row: Mapping[str, Any], index: int) -> MediaEntry:
+    def _entry(self, row: Mapping[str, Any], index: int, column: str = "") -> MediaEntry:
         return MediaEntry(
-            value=self.media.value(row, self.column, index),
+            value=self.media.value(row, column or self.column, index),
             rate=row.get(RATE),
             location=self.media.location(index),
             folder=self.media.folder_of(index),
@@ -124,7 +172,7 @@ class MediaCollate:
     sounds of several lengths with its own value, and marks the padding in an attention mask.
     """
 
-    preprocessor: PicturePreprocessor | SoundPreprocessor
+    preprocessor: Preprocessor
     """Object that computed the samples' inputs, and batches them."""
 
     targets: Collate
@@ -133,7 +181,11 @@ class MediaCollate:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
 
-        name, labels = self.preprocessor.input_name, self.targets.labels(samples, 0)
+        name = self.preprocessor.input_name
+        if isinstance(samples[0].get("labels"), torch.Tensor):  # segmentation maps
+            labels = torch.stack([sample["labels"] for sample in samples])
+        else:
+            labels = self.targets.labels(samples, 0)
         inputs = [torch.as_tensor(sample[name]) for sample in samples]
         # The extractor pads with its own value, and returns a mask of the padding.
         if isinstance(self.preprocessor, SoundPreprocessor) and len({array.shape for array in inputs}) > 1:
@@ -149,7 +201,7 @@ def read_samples(
     *,
     pack: bool,
     label_names: Sequence[str],
-) -> MediaSamples:
+) -> IndexedSamples:
     """Return a dataset's rows as samples, through the given processor, else that in the tokenizer's folder or
     the model's. Raises `UsageError` if there is none.
     """
@@ -167,8 +219,10 @@ def read_samples(
             f"{job.model.name} ({job.model.architecture}) takes audio among its tokens, and snugfit cannot "
             "make such batches from a dataset. Give samples that its processor made, or use snugfit.fit."
         )
+    if job.task == PICTURE_TEXTS.name:
+        return picture_text_samples(rows, job, chosen)
     loaded = load_processor(chosen, job)
-    if job.task != SOUNDS.name:
+    if not has_target(job.task):
         return media_samples(rows, job, loaded, label_names=label_names)
     words = tokenizer if tokenizer is not None else _tokenizer_of(chosen)
     return media_samples(rows, job, loaded, as_tokenizer(getattr(words, "tokenizer", words)))
@@ -198,22 +252,34 @@ def media_samples(
     `UsageError` that names the row.
     """
     columns = columns_of(rows, job, INPUTS, USUAL, LABELS)
-    column = columns["image" if "image" in columns else "audio"]
-    media = rows.select_columns({column} | ({RATE} & {*rows.columns}))
-    _refuse_missing(media, column)
-    preprocessor: PicturePreprocessor | SoundPreprocessor
-    if job.task == PICTURES.name:
-        shape = pixels(job.config_to_read())
-        preprocessor = PicturePreprocessor(processor=processor, shape=shape)
+    column = next(columns[role] for role in ("image", "video", "audio") if role in columns)
+    maps = columns.get("segmentation_map", "")
+    media = rows.select_columns({column} | ({RATE, maps} & {*rows.columns}))
+    for name in filter(None, (column, maps)):
+        _refuse_missing(media, name)
+    preprocessor = _preprocessor(job, columns, processor)
+    targets: Mapping[str, Any]
+    if maps:
+        targets = {"map_column": maps, "classes": job.labels}
+    elif "label" in columns:
         targets = _classes(rows.select_columns({columns["label"]}), columns["label"], job, label_names)
     else:
-        preprocessor = _sound_preprocessor(job, processor)
         targets = _texts(rows.select_columns({columns["text"]}), columns["text"], job, tokenizer)
     notes = tuple(rows.notes())
     samples = MediaSamples(media=media, column=column, preprocessor=preprocessor, notes=notes, **targets)
     # A processor that does not fit the model fails here, rather than in the first step.
     samples.sample(0)
     return samples
+
+
+def _preprocessor(job: Job, columns: Mapping[str, str], processor: Any) -> Preprocessor:
+    """Return the object that converts the samples' pictures, videos or sounds by this processor."""
+    if "audio" in columns:
+        return _sound_preprocessor(job, processor)
+    if "video" in columns:
+        shape = video(job.config_to_read())
+        return VideoPreprocessor(processor=processor, shape=shape.shape, input_name=shape.name)
+    return PicturePreprocessor(processor=processor, shape=pixels(job.config_to_read()))
 
 
 def _refuse_missing(media: Rows, column: str) -> None:
@@ -226,7 +292,7 @@ def _refuse_missing(media: Rows, column: str) -> None:
     for index, row in enumerate(media):
         value, folder = media.value(row, column, index), media.folder_of(index)
         path = path_in(value, folder)
-        if path is not None and not os.path.isfile(path):
+        if path is not None and not os.path.exists(path):
             raise MediaEntry(value=value, location=media.location(index), folder=folder).missing_error()
 
 
@@ -236,7 +302,13 @@ def _sound_preprocessor(job: Job, extractor: Any) -> SoundPreprocessor:
             f"The feature extractor has dither: {extractor.dither}, which adds different noise at every "
             "start. Set it to 0.0 in preprocessor_config.json."
         )
-    sound_input = sound(job.config_to_read())
+    config = job.config_to_read()
+    if has_seconds(job.task):
+        # Only Whisper and AST have a fixed number of frames. Sounds of any length are padded in a batch.
+        fixed = sound_of_encoder(config, 1.0).shape == sound_of_encoder(config, 2.0).shape
+        shape = sound_of_encoder(config, job.seconds).shape if fixed else None
+        return SoundPreprocessor(extractor=extractor, shape=shape, seconds=None if fixed else job.seconds)
+    sound_input = sound(config)
     shape = (
         sound_input.shape if sound_input and sound_input.name == "input_features" else None
     )  # waves may have any length
@@ -305,7 +377,7 @@ def load_processor(named: Any, job: Job) -> Any:
 
     inner, noun = _KINDS[job.task]
     if isinstance(named, str | os.PathLike):
-        is_picture = job.task == PICTURES.name
+        is_picture = inner == _PICTURE[0]
         return load_pretrained(
             named,
             _load_image_processor if is_picture else AutoFeatureExtractor.from_pretrained,
@@ -326,9 +398,12 @@ def load_processor(named: Any, job: Job) -> Any:
     return processor
 
 
+_PICTURE = ("image_processor", "image processor")
+_SOUND = ("feature_extractor", "feature extractor")
 _KINDS = {
-    PICTURES.name: ("image_processor", "image processor"),
-    SOUNDS.name: ("feature_extractor", "feature extractor"),
+    PICTURE_TEXTS.name: ("tokenizer", "processor"),
+    **dict.fromkeys((PICTURES.name, SEGMENTATION.name, VIDEOS.name), _PICTURE),
+    **dict.fromkeys((SOUNDS.name, SOUND_CLASSES.name, CTC.name), _SOUND),
 }
 """For each task, a multi-part processor's attribute for pictures or sounds, and the part's name in messages.
 """

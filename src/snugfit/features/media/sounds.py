@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ class SoundPreprocessor:
     shape: tuple[int, ...] | None
     """Shape (M, F) that the job was planned for; None if lengths differ from sound to sound."""
 
+    seconds: float | None = None
+    """Longest sound in seconds that the job was planned for; None if the extractor alone has a limit."""
+
     @property
     def input_name(self) -> str:
         """Name of the model's input: `input_features`, or `input_values`."""
@@ -75,7 +79,9 @@ class SoundPreprocessor:
     def pad(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Pad the features of sounds to one length. Return them with an attention mask."""
         lists = {self.input_name: [features.numpy() for features in inputs]}
-        padded = self.extractor.pad(lists, padding=True, return_attention_mask=True, return_tensors="pt")
+        # Some wav2vec 2.0 models were trained without masks, and their extractors return none.
+        masks = None if self.seconds is not None else True
+        padded = self.extractor.pad(lists, padding=True, return_attention_mask=masks, return_tensors="pt")
         return dict(padded)
 
     def raw_bytes(self, entry: MediaEntry) -> bytes:
@@ -93,6 +99,11 @@ class SoundPreprocessor:
         if not count:
             raise UsageError(f"{entry.name}: the audio is empty. Replace the file, or remove its row.")
         most = getattr(self.extractor, "n_samples", None)
+        if self.seconds is not None and count / rate > self.seconds:
+            raise UsageError(
+                f"{entry.name}: {count / rate:.1f} seconds, but the job was planned for {self.seconds:g}. "
+                f"Cut the audio, remove the row, or set seconds: {math.ceil(count / rate)}."
+            )
         if most and count > most:
             raise UsageError(
                 f"{entry.name}: {count / rate:.1f} seconds, but the model takes at most {most / rate:.1f}. "

@@ -81,7 +81,7 @@ class SoleOwner:
             return False
         if any(uses > limit for uses, limit in zip(_use_counts(arguments), most, strict=True)):
             return False
-        return func is not aten.add.Tensor or (len(arguments) == 2 and _may_be_added(*arguments))
+        return (_CONDITIONS.get(func) or _always)(*arguments)
 
 
 @functools.cache
@@ -92,14 +92,31 @@ def sole_owner(policy: Policy) -> SoleOwner:
     return SoleOwner()
 
 
-def _may_be_added(first: torch.Tensor, other: Any) -> bool:
+def _may_be_added(first: torch.Tensor, other: Any, *further: Any) -> bool:
     """Return True if autograd may add these gradients in place: same shape and dtype, the first one dense."""
     return (
-        isinstance(other, torch.Tensor)
+        not further
+        and isinstance(other, torch.Tensor)
         and first.shape == other.shape
         and first.dtype == other.dtype
         and torch._prims_common.is_non_overlapping_and_dense_or_false(first)
     )
+
+
+def _always(*arguments: Any) -> bool:
+    """Return True, for operators that autograd always runs in place."""
+    return True
+
+
+def _adds(operand: torch.Tensor, indices: Any, values: Any, accumulate: bool = False) -> bool:
+    """Return True if `index_put` adds to its operand. Autograd writes without addition only to a copy, in the
+    backward pass of an assignment to indices.
+    """
+    return accumulate
+
+
+_CONDITIONS: dict[Any, Callable[..., bool]] = {aten.add.Tensor: _may_be_added, aten.index_put.default: _adds}
+"""Functions of an operator's arguments that return True if the operator may run in place."""
 
 
 def _use_counts(arguments: tuple[Any, ...]) -> UseCounts:

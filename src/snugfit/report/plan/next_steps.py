@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from snugfit.errors import SnugfitError
 from snugfit.feature_folders import plugin_words
-from snugfit.job.inputs import has_sequence, has_target
+from snugfit.job.inputs import unused_sizes
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.registry import hooks, public_names
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from snugfit.planning.plan import Plan
     from snugfit.techniques.feature import Configuration
 
-OPTION_FIELDS = ("batch_size", "sequence_length", "target_length", "padding", "labels", "clip")
+OPTION_FIELDS = (
+    "batch_size", "sequence_length", "target_length", "images", "seconds", "padding", "labels", "clip",
+)  # fmt: skip
 """Names of the job's fields that commands accept as options of the same names."""
 
 FILE_FIELDS = ("decay_groups", "build_on", "learning_rate")
@@ -55,8 +57,7 @@ def next_steps(plan: Plan, configuration: Configuration | None = None) -> Iterat
 def job_words(job: Job) -> str:
     """Return the model and the job's other non-default values, as arguments of a command."""
     defaults = {field.name: field.default for field in fields(job)}
-    unused = {"sequence_length"} if not has_sequence(job.task) else set()
-    unused |= set() if has_target(job.task) else {"target_length"}
+    unused = unused_sizes(job.task)
     words = [job.model.name, "--task", str(job.task)]
     for name in OPTION_FIELDS:
         if name not in unused and (value := getattr(job, name)) != defaults[name]:

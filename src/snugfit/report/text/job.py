@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snugfit.job.inputs import has_sequence, has_target
+from snugfit.job.inputs import has_seconds, has_sequence, has_target
 from snugfit.job.job import Job
 
 
@@ -23,8 +23,9 @@ def dtype_note(job: Job) -> str:
 
 def sizes(job: Job) -> str:
     """Return the sizes of a batch: `4 × 512 → 128` are samples, tokens of a sequence, tokens of a target.
-    Lengths appear only for tasks with them."""
+    `4 × 30 s` are samples and seconds of sound. Lengths appear only for tasks with them."""
     text = f"{job.batch_size}"
     text += "" if not has_sequence(job.task) else f" × {job.sequence_length}"
+    text += f" × {job.seconds:g} s" if has_seconds(job.task) else ""
     # In a phase that a feature adds, the job has no target sequence.
     return text + (f" → {job.target_length}" if has_target(job.task) and job.added_phase is None else "")

@@ -63,7 +63,7 @@ def _bytes_of_floats(job: Job) -> int:
     """Return the bytes of pictures or sound in a batch, in fp32; 0 for a user's module, whose loader is
     unknown.
     """
-    if job.model.module is not None or inputs_of(job.task, job.model.architecture) is None:
+    if job.model.module is not None or inputs_of(job.task, job.model.architecture).takes_tokens:
         return 0
     import torch
 

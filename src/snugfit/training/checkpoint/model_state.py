@@ -350,12 +350,12 @@ Numbers = Mapping[tuple[str, str], Any]
 _SWITCHES = frozenset({"training", "gradient_checkpointing"})
 """Attributes of modules that training loops set themselves, so that checkpoints omit them."""
 
-_MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_")
+_MARKS = ("_is_", "_hf_", "ds_", "applied_pre_backward_", "_output_capturing_")
 """Prefixes of attributes with which accelerate, transformers and DeepSpeed mark a model. Checkpoints omit
 them.
 
 A restored `_is_accelerate_prepared` in another process would keep accelerate from wrapping the model in
-autocast.
+autocast. A restored `_output_capturing_hooks_installed` would keep transformers from its hooks on layers.
 """
 
 

@@ -81,7 +81,8 @@ def evaluate(
                 continue
             lost += float(loss_of(out)) * share
             items += share
-            if counts:
+            # Segmentation has its classes in another dimension, and at a lower resolution.
+            if counts and out.logits.shape[:-1] == batch["labels"].shape:
                 labels = batch["labels"]
                 valid = labels != IGNORED
                 right += int(((out.logits.argmax(-1) == labels) & valid).sum())

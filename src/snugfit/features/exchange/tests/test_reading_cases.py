@@ -91,6 +91,13 @@ def test_a_file_is_read_with_every_field_that_changes_memory(name: str, expected
     assert not reading.unread
 
 
+def test_a_class_of_an_added_task_has_its_task() -> None:
+    if not any(one.name == "question-answering" for one in added_tasks()):
+        pytest.skip("the feature that reads questions is not installed")
+    reading = read_arguments(CASES / "script-concrete-classes" / "qa.py")
+    assert reading.settings["task"] == "question-answering"
+
+
 def test_a_concrete_class_of_sounds_has_its_task() -> None:
     if not any(one.name == "speech-to-text" for one in added_tasks()):
         pytest.skip("the feature that reads sounds is not installed")
@@ -126,7 +133,7 @@ NOT_READ = [
     ("refusals-of-other-loops/grpo.py", "GRPOTrainer trains on texts that it generates"),
     ("refusals-of-other-loops/lightning.py", "Lightning.*bert-base-uncased.*snugfit predict MODEL"),
     ("refusals-of-other-loops/st.py", "SentenceTransformerTrainer runs passes of its own"),
-    ("script-concrete-classes/qa.py", "AutoModelForQuestionAnswering has no task here"),
+    ("script-concrete-classes/depth.py", "AutoModelForDepthEstimation has no task here"),
     ("script-other-adapters/ia3.py", "IA3Config is not predicted"),
     ("script-other-trainers/dpo_old.py", "DPOTrainer trains on preferences"),
     ("script-parsers-of-trl/trlparser.py", "from the command line"),

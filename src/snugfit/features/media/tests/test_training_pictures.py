@@ -268,7 +268,7 @@ def test_a_fingerprint_decodes_nothing(tmp_path: Path, folder: Path, monkeypatch
         data(tmp_path / "pets", folder, processor=vit(tmp_path / "vit", image_mean=[0.5, 0.5, 0.4])),
         data([{"image": row["image"], "label": "dog"} for row in samples.samples.media], folder),
     ]
-    monkeypatch.setattr(pictures, "_open", None)
+    monkeypatch.setattr(pictures, "open_picture", None)
     before = samples.fingerprint()
     assert samples.fingerprint() == data_again(samples).fingerprint() == before
     picture(tmp_path / "pets" / "cat" / "1.png", 99)
