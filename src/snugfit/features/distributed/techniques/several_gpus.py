@@ -91,9 +91,13 @@ def is_quantized(technique: Technique) -> bool:
     return adds_adapters(technique) and not all(one.freezes for one in used_wishes(technique.alone))
 
 
-def shares_adapters(technique: Technique, wish: ParallelWish) -> bool:
-    """Return True if `technique` adds adapters, and GPUs share only the batch and the weights."""
-    return adds_adapters(technique) and wish.ranks_of_one_part == 1 and wish.states == "copied"
+def is_shared(technique: Technique, wish: ParallelWish) -> bool:
+    """Return True if `technique` runs where GPUs share only the batch and the weights: it adds adapters or
+    changes the code of modules.
+    """
+    if wish.ranks_of_one_part > 1:
+        return False
+    return technique.within_modules or (adds_adapters(technique) and wish.states == "copied")
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
@@ -104,7 +108,7 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
     for technique in untried_techniques(recipe):
-        if not shares_adapters(technique, wish):
+        if not is_shared(technique, wish):
             yield f"it is not simulated together with {technique}. Leave one of them out."
     if wish.weights == "sharded" and setup.scale_gradients:
         yield (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from snugfit.features.kernels.operations.four_bits import unpack
-from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.joint_linear import join_weights, weights_to_keep
 from snugfit.features.kernels.operations.low_rank import Adapter, AdapterSpan, LowRankUpdate
 from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
@@ -74,9 +74,9 @@ class Projections(NamedTuple):
         return Layout(sizes, bool(self.biases), tuple(spans), tuple(self.states))
 
 
-Settings = tuple[Layout, Sequence[torch.dtype], int]
-"""The type of a joint product's settings: its layout, the dtypes of its tensors, and the parts of its
-adapters.
+Settings = tuple[Layout, Sequence[torch.dtype], int, int]
+"""The type of a joint product's settings: its layout, the dtypes of its tensors, the number of its weights,
+and the parts of its adapters.
 """
 
 
@@ -85,7 +85,7 @@ class JointProduct(NamedTuple):
 
     layout: Layout
     dtypes: Sequence[torch.dtype]  # dtypes of `Projections.tensors`
-    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each in 4 bits
+    weights: Sequence[torch.Tensor]  # (N, H) all or each in the dtype of the product, or each in 4 bits
     update: LowRankUpdate | None
 
     @classmethod
@@ -94,7 +94,7 @@ class JointProduct(NamedTuple):
     ) -> tuple[torch.Tensor, Self]:
         """Return the product (T, N) in the dtype of the rows, and its backward pass."""
         weights, biases, factors = layout.separate(tensors)
-        matrices = weights if layout.states else [join_weights(weights, rows.dtype)]
+        matrices = weights if layout.states else weights_to_keep(weights, rows.dtype)
         update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
         joint = cls(layout, [tensor.dtype for tensor in tensors], matrices, update)
         return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
@@ -102,15 +102,14 @@ class JointProduct(NamedTuple):
     @classmethod
     def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
         """Return the joint product with these settings and saved tensors."""
-        layout, dtypes, parts = settings
-        count = len(layout.states) or 1
+        layout, dtypes, count, parts = settings
         update = LowRankUpdate.restore(tensors[count:], layout.spans, parts) if parts else None
         return cls(layout, dtypes, tensors[:count], update)
 
     @property
     def settings(self) -> Settings:
         """Return the attributes of the product that are no tensors."""
-        return self.layout, self.dtypes, self.update.parts if self.update else 0
+        return self.layout, self.dtypes, len(self.weights), self.update.parts if self.update else 0
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -118,9 +117,11 @@ class JointProduct(NamedTuple):
         return [*self.weights, *(self.update.tensors if self.update else ())]
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all weights (N, H) in the dtype of the product; those of 4 bits are unpacked each time."""
+        """Return all weights (N, H) in the dtype of the product. Those of 4 bits are unpacked each time, and
+        separate ones are joined each time.
+        """
         states = self.layout.states
-        return unpack(self.weights, states, dtype) if states else self.weights[0]
+        return unpack(self.weights, states, dtype) if states else join_weights(self.weights, dtype)
 
     def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
