@@ -110,6 +110,11 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     for technique in untried_techniques(recipe):
         if not is_shared(technique, wish):
             yield f"it is not simulated together with {technique}. Leave one of them out."
+    if setup_of(recipe[Slot.ENGINE]).lowering is not None and is_quantized(recipe[Slot.ADAPTERS]):
+        yield (
+            f"{recipe[Slot.ENGINE]} with {recipe[Slot.ADAPTERS]} is not simulated on several GPUs. Leave one "
+            "of them out, or try 'fused'."
+        )
     if wish.weights == "sharded" and setup.scale_gradients:
         yield (
             "weights are gathered in bf16 or as they are, so it cannot be combined with "

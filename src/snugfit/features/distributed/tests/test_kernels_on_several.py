@@ -1,7 +1,7 @@
-"""Fused kernels in several processes: law 1 on two gloo ranks, training, checkpoints, refusals.
+"""Fused kernels and compiled layers in several processes: law 1 on two gloo ranks, training, checkpoints, refusals.
 
-The runs use the CPU and gloo, as in `test_ranks.py` and `test_train_many.py`. There the kernels are plain
-torch.
+The runs use the CPU and gloo, as in `test_ranks.py` and `test_train_many.py`. There fused kernels are plain
+torch, and those of compiled layers compute nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ CASES = [
     ("bert", "ddp + fused + bf16"),
     ("bert", "fsdp + fused + bf16 + micro_batches(2)"),
 ]
+COMPILED = [
+    ("llama", "ddp + compiled + bf16_pure"),
+    ("bert", "ddp + compiled + bf16"),
+    ("llama", "fsdp + compiled + bf16 + lora(r=4) + every_layer"),
+    ("llama", "fsdp(reshard=all) + compiled + micro_batches(2)"),
+]
+COMPILED = few_of(COMPILED, [COMPILED[1], COMPILED[3]])
 COVERING = [CASES[2], CASES[6], CASES[10], CASES[12], CASES[15]]
 CASES = few_of(CASES, [one for one in CASES if one not in COVERING])
 
@@ -61,6 +68,25 @@ def real() -> dict[tuple[str, str, int], Ran]:
         for rank, of_rank in enumerate(ran)
         for one, what in zip(CASES, of_rank, strict=True)
     }
+
+
+@functools.cache
+def really_compiled() -> list[list[Ran]]:
+    """Start two ranks once, and return the results of each rank in each compiled case."""
+    return run_ranks(2, [case(*one) for one in COMPILED], within="compiled_on_cpu:with_idle_kernels")
+
+
+@pytest.mark.parametrize(("family", "recipe"), COMPILED)
+def test_compiled_layers_of_two_real_ranks_allocate_what_their_traces_have(family: str, recipe: str) -> None:
+    """torch copies the state of the CPU's generator while it compiles."""
+    for rank, of_rank in enumerate(really_compiled()):
+        trace = without_own(rehearsed(2, family, recipe, rank))
+        account = of_rank[COMPILED.index((family, recipe))].account
+        in_runs = [event for event in account if not any("dynamo_timed" in one for one in event.operators)]
+        account = unheard(without_own(in_runs), trace)
+        comparison = compare(to_last_birth(account), to_last_birth(trace))
+        assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank}: {comparison}"
+        assert peak(account) == peak(trace)
 
 
 @pytest.mark.parametrize(("family", "recipe"), CASES)
@@ -128,6 +154,16 @@ def test_kernels_are_refused_where_processes_share_layers(many: str) -> None:
     job = small_job("llama", 2, batch_size=2, sequence_length=8)
     with pytest.raises(RecipeError, match="fused"):
         predict(job, f"{many} + fused", gpu="h200", gpus=2)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["fsdp + compiled(what=model)", "ddp + compiled(mode=reduce-overhead)", "ddp + compiled + qlora(r=4)"],
+)
+def test_other_compiled_code_is_refused_on_several_gpus(recipe: str) -> None:
+    job = small_job("llama", 2, batch_size=2, sequence_length=8)
+    with pytest.raises(RecipeError, match="compiled"):
+        predict(job, recipe, gpu="h200", gpus=2)
 
 
 def test_sharded_weights_of_a_joint_product_are_not_copied_until_the_backward_pass() -> None:
