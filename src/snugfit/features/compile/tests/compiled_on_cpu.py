@@ -8,7 +8,6 @@ compiles kernels, with vectors.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -49,16 +48,6 @@ def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with torch._inductor.config.patch(compile_threads=1):
         yield made
     _forget()
-
-
-@contextlib.contextmanager
-def with_idle_kernels() -> Iterator[None]:
-    """Context in which a process runs Inductor without g++."""
-    with pytest.MonkeyPatch.context() as monkeypatch, torch._inductor.config.patch(compile_threads=1):
-        if not ALL_TRUTH:
-            monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: _nothing)
-            torch._inductor.config.cpp.simdlen = 1
-        yield
 
 
 def _forget() -> None:
