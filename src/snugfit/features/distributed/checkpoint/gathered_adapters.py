@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.apply.eight_bit_shards import SCALES
 from snugfit.features.distributed.checkpoint.shards import step_counts
 from snugfit.features.distributed.engine.config import is_of_engine
 from snugfit.training.checkpoint.model_state import beginning_of
@@ -69,8 +70,14 @@ def _of_shards(state: TrainState) -> tuple[Weights, States]:
     weights = {id(one): whole(one) for one in parameters_of(state.optimizer)}
     states = optimizer_state(state.optimizer)["states"]
     return weights, {
-        index: {key: whole(value) for key, value in of_weight.items()} for index, of_weight in states.items()
+        index: {key: _flat(key, whole(value)) for key, value in of_weight.items()}
+        for index, of_weight in states.items()
     }
+
+
+def _flat(key: str, value: Any) -> Any:
+    """Return the scales of 8-bit states in one dimension, as one process has them; other states unchanged."""
+    return value.flatten() if key in SCALES and value is not None else value
 
 
 def _of_engine(state: TrainState) -> tuple[Weights, States]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT
 from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
@@ -121,7 +122,10 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
             f"{recipe[Slot.PRECISION]}. Try 'bf16'."
         )
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
-    if "sharded" in (wish.weights, wish.states) and setup.optimizer_path not in KNOW_SHARDS:
+    knows_shards = setup.optimizer_path in KNOW_SHARDS or (
+        setup.optimizer_path in EIGHT_BIT and wish.ranks_of_one_part == 1 and not wish.on_host
+    )
+    if "sharded" in (wish.weights, wish.states) and not knows_shards:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
     yield from _objections_to_parts(recipe, setup, wish)
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):
