@@ -3,7 +3,8 @@
     python lab/draw_runs.py FOLDER [--draw 16] [--seed 0] [--gpu h200] [--gpus 2] [--workers 2]
     python lab/draw_runs.py FOLDER --within-job 6 [...]   several drawn recipes of each drawn job
     python lab/draw_runs.py FOLDER --top 12 [...]         the best recipes of each drawn job's plan
-    python lab/draw_runs.py FOLDER --adapters [...]       decoders with LoRA in snugfit's kernels
+    python lab/draw_runs.py FOLDER --adapters [...]       decoders with LoRA in snugfit's kernels; on several
+                                                          GPUs also in compiled layers
 
 Each command writes one result into FOLDER; `snugfit accuracy --measure FILE` measures its runs on the GPU.
 
@@ -142,20 +143,22 @@ def proposals(seed: int, number: int, gpus: int = 1, *, adapters: bool = False) 
     """Yield valid draws for this number on so many GPUs.
 
     The first one is the draw unless its model cannot be built. On several GPUs, sizes are those of one GPU's
-    share. With `adapters`, only draws of decoders with LoRA in snugfit's kernels are valid.
+    share. With `adapters`, only draws of decoders with LoRA in snugfit's kernels are valid, and on several
+    GPUs those in compiled layers.
     """
     family = _family(seed, number, DECODERS if adapters else FAMILIES)
     rng = random.Random(f"snugfit {seed} {number}")
     for _ in range(MAX_PROPOSALS):
         job = _draw_job(family, rng)
         recipe = draw_recipe(job, rng, gpus) if job else None
-        if job and recipe and (not adapters or _has_fused_adapters(recipe)):
+        if job and recipe and (not adapters or _has_adapters(recipe, gpus)):
             job = replace(job, batch_size=job.batch_size * gpus)
             yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
 
 
-def _has_fused_adapters(recipe: Recipe) -> bool:
-    return recipe[Slot.ADAPTERS].name in ("lora", "qlora") and recipe[Slot.KERNELS].name == "fused"
+def _has_adapters(recipe: Recipe, gpus: int) -> bool:
+    is_fast = recipe[Slot.KERNELS].name == "fused" or (gpus > 1 and recipe[Slot.ENGINE].name == "compiled")
+    return recipe[Slot.ADAPTERS].name in ("lora", "qlora") and is_fast
 
 
 def _family(seed: int, number: int, families: Sequence[Family]) -> Family:

@@ -1,7 +1,7 @@
 """Kill processes of runs on several GPUs at random moments, and compare with an undisturbed run.
 
     python lab/kill_ranks.py OUT.json [--gpus 2] [--recipes fsdp "tensor(2)"] [--kills 30]
-                                    [--device cuda] [--steps 400] [--minutes 600]
+                                    [--device cuda] [--steps 400] [--minutes 600] [--then-one]
 
 For each recipe `snugfit train --gpus N` trains a small model with dropout whole. The model is a BERT, or a
 Llama if ranks share layers, sequences or stages. Then it starts in another folder again and again. At a drawn
@@ -10,6 +10,9 @@ SIGTERM.
 After so many kills or minutes it runs to its end. Its losses, norms, rates and weights must equal those of
 the whole run, bit for bit. Each end must print its cause in one line, and no process may remain. A refused
 recipe is listed with its message.
+
+With `--then-one` another run stops after half of its steps, and resumes on one GPU without the technique for
+several. The largest relative difference of its losses to those of the whole run is written.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ LLAMA = {
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
 """Smaller sizes for a CPU, because ranks share its cores."""
 
-DECODERS = ("tensor", "context", "pipeline", "chunked_loss")
+DECODERS = ("tensor", "context", "pipeline", "chunked_loss", "lora")
 """Parts of a recipe that are for decoders."""
 
 LONG = 128
@@ -59,8 +62,10 @@ NO_DROPOUT = ("context", "captured")
 """Techniques that refuse dropout of attention's weights."""
 
 
-def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
-    """Write the job file with its model and its data, and return its path."""
+def write_job(folder: Path, device: str, recipe: str, steps: int, *, is_comparable: bool = False) -> Path:
+    """Write the job file with its model and its data, and return its path. `is_comparable` leaves out dropout
+    and schedules, so that losses do not depend on the number of GPUs and steps.
+    """
     draw, speaks = random.Random(0), any(part in recipe for part in DECODERS)
     rows = [
         {"input_ids": [draw.randrange(5, 500) for _ in range(draw.randrange(8, 60))], "label": index % 2}
@@ -71,7 +76,8 @@ def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
         rows = [{"input_ids": row["input_ids"]} for row in rows]
         if "context" in recipe:  # it needs sequences without padding
             rows = [{"input_ids": [draw.randrange(5, 500) for _ in range(LONG)]} for _ in rows]
-        config["attention_dropout"] = 0.0 if any(part in recipe for part in NO_DROPOUT) else 0.1
+        drops = not is_comparable and not any(part in recipe for part in NO_DROPOUT)
+        config["attention_dropout"] = 0.1 if drops else 0.0
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     lines: dict[str, Any] = {
@@ -79,6 +85,7 @@ def write_job(folder: Path, device: str, recipe: str, steps: int) -> Path:
         "batch_size": 16, "sequence_length": LONG if "context" in recipe else 64, "clip": 1.0,
         "dataset": folder / "rows.jsonl", "from_scratch": "true", "max_steps": steps,
         "save_steps": steps // SAVES, "device": device,
+        **({"lr_scheduler_type": "constant"} if is_comparable else {}),
     }  # fmt: skip
     job = folder / "job.yaml"
     job.write_text("\n".join(f"{key}: {value}" for key, value in lines.items()))
@@ -89,6 +96,26 @@ def command(job: Path, out: Path, recipe: str, gpus: int) -> list[str]:
     """Return the words that start or resume a run."""
     words = [sys.executable, "-m", "snugfit", "train", str(job), "--offline", "--no-predict"]
     return [*words, "--gpus", str(gpus), "--recipe", recipe, "--output-dir", str(out)]
+
+
+def on_one_gpu(recipe: str) -> str:
+    """Return the recipe without the technique for several GPUs."""
+    several = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+    return " + ".join(part for part in recipe.split(" + ") if not part.startswith(several)) or "plain"
+
+
+def resume_on_one(job: Path, folder: Path, recipe: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Compare the whole run with one that resumes on one GPU after half of its steps."""
+    half, out = folder / "half.yaml", folder / "moved"
+    text = job.read_text()
+    half.write_text(text.replace(f"max_steps: {given.steps}", f"max_steps: {given.steps // 2}"))
+    ends = []
+    for file, words, gpus in ((half, recipe, given.gpus), (job, on_one_gpu(recipe), 1)):
+        ran = subprocess.run(command(file, out, words, gpus), check=False, capture_output=True, text=True)
+        ends.append({"exit_code": ran.returncode, "last_lines": ran.stderr.strip().splitlines()[-3:]})
+    whole, moved = figures(folder / "whole"), figures(out)
+    distances = [abs(moved[step][0] / whole[step][0] - 1) for step in whole if step in moved]
+    return {"resumed_on_one": ends, "steps": len(distances), "largest_distance": max(distances, default=None)}
 
 
 def figures(out: Path) -> dict[int, tuple[Any, ...]]:
@@ -143,13 +170,20 @@ def chain(job: Path, folder: Path, recipe: str, given: argparse.Namespace) -> di
     if last.returncode:
         return {**about, "refused": False, "says": last.stderr[-1000:]}
     name = f"checkpoint-{given.steps}"
-    first, second = (load_file(at / name / "model.safetensors") for at in (whole, out))
+    first, second = (saved_weights(at / name) for at in (whole, out))
     return {
         **about,
+        **(resume_on_one(job, folder, recipe, given) if given.then_one else {}),
         "same_figures": figures(whole) == figures(out),
         "same_weights": first.keys() == second.keys()
         and all(bool((value == second[name]).all()) for name, value in first.items()),
     }
+
+
+def saved_weights(folder: Path) -> dict[str, Any]:
+    """Return the model's weights in a checkpoint, or those of its adapters."""
+    files = (folder / f"{name}.safetensors" for name in ("model", "adapter_model"))
+    return load_file(next(file for file in files if file.is_file()))
 
 
 def is_held(one: dict[str, Any]) -> bool:
@@ -170,11 +204,14 @@ def main() -> int:
     asked.add_argument("--device", default="cuda")
     asked.add_argument("--steps", type=int, default=400)
     asked.add_argument("--minutes", type=float, default=600.0, help="of each recipe")
+    asked.add_argument("--then-one", action="store_true", help="resume another run on one GPU")
     given = asked.parse_args()
     chains = []
     for recipe in given.recipes:
         with tempfile.TemporaryDirectory() as folder:
-            job = write_job(Path(folder), given.device, recipe, given.steps)
+            job = write_job(
+                Path(folder), given.device, recipe, given.steps, is_comparable=given.then_one
+            )
             chains.append(chain(job, Path(folder), recipe, given))
         print({key: value for key, value in chains[-1].items() if key != "ends"}, flush=True)
         write_document(given.out, {"device": given.device, "versions": versions(), "chains": chains})

@@ -196,6 +196,13 @@ class Technique(ABC):
                 raise RecipeError(f"{self.name}: {declared.name} is {show_setting(value)}; {wrong}.")
 
     @property
+    def within_modules(self) -> bool:
+        """Return True if the technique only changes the code of modules, and each module still uses only its
+        own weights. It then also runs where processes share the batch or the weights.
+        """
+        return False
+
+    @property
     def value(self) -> Any:
         """Return the value that this technique sets in its field (`FIELDS`); a subclass overrides this or
         `install`.

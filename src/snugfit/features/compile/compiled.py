@@ -133,6 +133,11 @@ class Compiled(Technique):
             )
 
     @property
+    def within_modules(self) -> bool:
+        """Return True for layers by Inductor's default mode. DDP and FSDP2 exchange tensors outside of them."""
+        return self._wish.compiles_layers_alike and not self._wish.is_one_program
+
+    @property
     def _wish(self) -> CompileWish:
         return CompileWish(**vars(self))
 

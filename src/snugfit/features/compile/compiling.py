@@ -279,6 +279,20 @@ _ORIGINAL_FORWARDS: WeakKeyDictionary[
 one."""
 
 
+@contextlib.contextmanager
+def whole_layers() -> Iterator[None]:
+    """Context in which torch.compile does not split the programs of layers within DDP.
+
+    torch would split them at DDP's buckets, so that gradients are averaged during a program
+    (`torch/_dynamo/backends/distributed.py`). Those of a layer are averaged during the next layer's program
+    anyway.
+    """
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        yield
+
+
 OUTPUT = "-o"
 """The option of a C++ compiler that precedes its output file."""
 

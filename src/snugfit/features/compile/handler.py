@@ -5,6 +5,7 @@ script.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
@@ -14,9 +15,10 @@ from snugfit.features.compile.compiling import (
     compile_parts,
     run_as_written,
     whole_files,
+    whole_layers,
 )
 from snugfit.features.compile.fields import COMPILE
-from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
+from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext, all_of
 from snugfit.step.wishes.model import unwrap_layers
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.technique import Slot
@@ -32,8 +34,10 @@ class CompileHandler(Handler):
     wish, slot, stage = COMPILE.name, Slot.ENGINE, InstallStage.COMPILE
 
     def around_run(self, value: CompileWish) -> Context | None:
-        """Return a context in which a killed compiler leaves no partial files for later runs."""
-        return whole_files if value.backend == "inductor" else None
+        """Return a context in which layers stay whole within DDP, and in which a killed compiler leaves no
+        partial files for later runs.
+        """
+        return partial(all_of, [whole_layers, *([whole_files] if value.backend == "inductor" else [])])
 
     def wrap(self, value: CompileWish, model: Any) -> None:
         """Compile the model's layers, or the whole model, in place."""

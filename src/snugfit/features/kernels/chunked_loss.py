@@ -59,6 +59,11 @@ class ChunkedLoss(Technique):
     """
 
     @property
+    def within_modules(self) -> bool:
+        """Return True: the head's weight is read in the model's forward pass only."""
+        return True
+
+    @property
     def value(self) -> LogitsWish:
         """Return the technique's setting: the number of tokens whose logits are computed at once."""
         return LogitsWish(tokens=self.tokens)

@@ -5,7 +5,8 @@ Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropo
 again in the backward pass. Their seed comes from torch's own generator in each forward pass, so a run resumes
 bit for bit. Queries, keys and values are one matrix product. Weights keep their names in the model. Norms
 return their result in the dtype of the products. Encoders that norm after a layer have the residual in 32
-bits beside it, as under autocast.
+bits beside it, as under autocast. FSDP2 gathers each weight by itself, so decoders have several
+products there, and encoders copy the weights side by side.
 
 In decoders, the addition of a branch and the norm after it are one kernel. So are the gated activation, and
 the rotation of queries and keys, which runs in place in their product. The stream of tokens stays in 32 bits
@@ -34,7 +35,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from snugfit.features.kernels.attentions import PADDING_FREE
 from snugfit.features.kernels.decoders.forms import fused_parts
 from snugfit.features.kernels.fields import FusedWish
-from snugfit.techniques import roster
 from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
@@ -70,6 +70,11 @@ class Fused(Technique):
     """Number of decoder layers, from the first, whose product of gate and up is recomputed in the backward
     pass."""
 
+    @property
+    def within_modules(self) -> bool:
+        """Return True: weights are joined where a layer computes, whoever holds them."""
+        return True
+
     def install(self, setup: Setup) -> Setup:
         """Return the setup with snugfit's kernels in place of the code of the model's modules."""
         return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
@@ -95,8 +100,6 @@ class Fused(Technique):
             )
         if recipe[Slot.ATTENTION].value not in ("sdpa", PADDING_FREE):
             yield f"it needs torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
-        if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
-            yield "its joined weights are not supported in several processes. Try 'torch_kernels'."
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if the model has fewer layers than the setting recomputes."""

@@ -29,6 +29,11 @@ TENSOR, TUPLE, PAIRS, FLOAT = "tensor", "tuple", "pairs", "float"
 PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
 """Tags in the JSON tree for values that JSON does not have, such as dtypes."""
 
+SAVED_ON = "saved_on"
+"""Name of an attribute of a copy on the host: the type of the device on which the original was, if `unpack` puts
+the tensor there.
+"""
+
 ARRAY = "array"
 """Tag in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""
 
@@ -79,7 +84,7 @@ class _Packer:
             return {PARAMETER: self._parameters[id(value)]}
         if hasattr(value, "__tensor_flatten__"):
             return _plain(value)
-        return {TENSOR: self._name_of(value), "on": value.device.type}
+        return {TENSOR: self._name_of(value), "on": getattr(value, SAVED_ON, value.device.type)}
 
     def _key(self, key: Any) -> Any:
         """Return the JSON form of a dict's key.

@@ -428,6 +428,7 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             # Each size is compiled by itself, so that buffer sizes are numbers (`FirstSizes`).
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MAX_COMPILATIONS),
             torch._dynamo.config.patch(accumulated_recompile_limit=MAX_COMPILATIONS),
+            compiling.whole_layers(),
         ):
             yield
     finally:

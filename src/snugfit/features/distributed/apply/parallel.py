@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.apply import by_accelerate, ring_attention
+from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, optimizer_of_shards
 from snugfit.features.distributed.apply.meshes import mesh, split
 from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
 from snugfit.features.distributed.apply.ring_attention import cut_batch
@@ -118,7 +119,9 @@ class ParallelHandler(Handler):
         """
         groups = optimizer_groups(groups)
         if value.states == "sharded":
-            return sharded_optimizer(wish, groups, **numbers)
+            return sharded_optimizer(wish, model, groups, **numbers)
+        if value.weights == "sharded" and wish.factory.path in EIGHT_BIT:
+            return optimizer_of_shards(wish, model, groups, **numbers)
         return make_optimizer(wish, model, groups, **numbers)
 
     def step_passes(

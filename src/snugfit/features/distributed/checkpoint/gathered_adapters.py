@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.apply.eight_bit_shards import SCALES
 from snugfit.features.distributed.checkpoint.shards import step_counts
 from snugfit.features.distributed.engine.config import is_of_engine
 from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.optimizer_state import optimizer_state, parameters_of
-from snugfit.training.checkpoint.packed_state import pack
+from snugfit.training.checkpoint.packed_state import SAVED_ON, pack
 from snugfit.training.checkpoint.state import Snapshot, TrainState, state_of
 from snugfit.training.checkpoint.weights import ModelWeights, weights_of
 
@@ -61,16 +62,25 @@ def gathered_adapters(state: TrainState, staging: Staging, *, random: Sequence[A
 
 def _of_shards(state: TrainState) -> tuple[Weights, States]:
     """Gather FSDP2's trained weights, and the optimizer states of each. All processes call it."""
-    is_first = state.ranks.is_first
 
     def whole(value: Any) -> Any:
-        return _on_host(value.detach().full_tensor(), is_first) if hasattr(value, "full_tensor") else value
+        return _on_host(value.detach().full_tensor(), state) if hasattr(value, "full_tensor") else value
 
     weights = {id(one): whole(one) for one in parameters_of(state.optimizer)}
     states = optimizer_state(state.optimizer)["states"]
     return weights, {
-        index: {key: whole(value) for key, value in of_weight.items()} for index, of_weight in states.items()
+        index: {key: _flat(key, whole(value)) for key, value in of_weight.items()}
+        for index, of_weight in states.items()
     }
+
+
+def _flat(key: str, value: Any) -> Any:
+    """Return the scales of 8-bit states in one dimension, as one process has them; other states unchanged."""
+    if key not in SCALES or value is None:
+        return value
+    flat = value.flatten()
+    setattr(flat, SAVED_ON, getattr(value, SAVED_ON))
+    return flat
 
 
 def _of_engine(state: TrainState) -> tuple[Weights, States]:
@@ -80,18 +90,25 @@ def _of_engine(state: TrainState) -> tuple[Weights, States]:
     from snugfit.features.distributed.engine.optimizer import whole_states, whole_weight
 
     optimizer: Any = state.optimizer
-    is_first, parameters = state.ranks.is_first, parameters_of(optimizer)
-    weights = {id(one): _on_host(whole_weight(one), is_first) for one in parameters}
+    parameters = parameters_of(optimizer)
+    weights = {id(one): _on_host(whole_weight(one), state) for one in parameters}
     states: States = {index: dict(counts) for index, counts in step_counts(state).items()}
     for index, weight in enumerate(parameters):
         for key, value in whole_states(optimizer, weight):
-            states[index][key] = _on_host(value, is_first)
+            states[index][key] = _on_host(value, state)
     return weights, states
 
 
-def _on_host(whole: torch.Tensor, is_first: bool) -> Any:
-    """Return a copy on the host in the first process, and None in the others."""
-    return whole.detach().to("cpu", copy=True) if is_first else None
+def _on_host(whole: torch.Tensor, state: TrainState) -> Any:
+    """Return a copy on the host in the first process, and None in the others.
+
+    A run of one process has such a tensor on its device.
+    """
+    if not state.ranks.is_first:
+        return None
+    copied = whole.detach().to("cpu", copy=True)
+    setattr(copied, SAVED_ON, state.device.type)
+    return copied
 
 
 def _whole_weights(state: TrainState, trained: Mapping[int, torch.Tensor]) -> ModelWeights:

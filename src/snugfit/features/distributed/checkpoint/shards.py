@@ -38,6 +38,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.apply.eight_bit_shards import (
+    BLOCK,
+    SCALES,
+    as_rows,
+    as_shard,
+    has_whole_blocks,
+    widen_states,
+)
 from snugfit.features.distributed.apply.sharded_optimizer import local_optimizer, spreads_states
 from snugfit.features.distributed.apply.stages import is_stage
 from snugfit.features.distributed.checkpoint.joined_state import (
@@ -313,7 +321,9 @@ def _moments(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
     names = {id(weight): name for name, weight in state.model.named_parameters()}
     for weight, values in local_optimizer(state.optimizer).state.items():
         for key, value in values.items():
-            yield f"{_OPTIMIZER}{names[id(weight)]}/{key}", value
+            # Blocks of one row are saved in one row, so that shards of any number of processes have them.
+            in_rows = key in SCALES and value.dim() == 1 and has_whole_blocks(weight.shape)
+            yield f"{_OPTIMIZER}{names[id(weight)]}/{key}", as_rows(value, weight) if in_rows else value
 
 
 def _without(is_kept: Callable[[Any], bool], tree: Any) -> Any:
@@ -469,11 +479,34 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
             weight, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
             if weight not in weights or id(weights[weight]) in elsewhere:  # another process has this weight
                 continue
-            dtype = known[name].properties.dtype
-            # For a `DTensor`, this creates a `DTensor` with the same shards.
-            rooms[name] = torch.zeros_like(weights[weight].detach(), dtype=dtype)
-            optimizer.state[weights[weight]][key] = rooms[name]
+            held = weights[weight].detach()
+            state = optimizer.state[weights[weight]]
+            rooms[name], state[key] = _room_for_moment(name, key, held, known[name])
     return rooms
+
+
+def _room_for_moment(name: str, key: str, held: torch.Tensor, known: Any) -> tuple[Any, Any]:
+    """Return an empty tensor for a saved optimizer state of the weight `held`, and the same memory as the
+    optimizer has it. Raises `SnugfitError` for 8-bit states that the weight's shards cannot have.
+    """
+    import torch
+
+    size, dtype = known.size, known.properties.dtype
+    local = held.to_local() if is_part(held) else held  # type: ignore[attr-defined]
+    if size == held.shape:
+        # For a `DTensor`, this creates a `DTensor` with the same shards.
+        room = torch.zeros_like(held, dtype=dtype)
+        return room, room
+    if key in SCALES and is_part(held):
+        if not has_whole_blocks(held.shape):
+            raise SnugfitError(
+                f"The checkpoint's state {name} has 8 bits, in blocks of {BLOCK} elements that go over the ends "
+                "of the weight's rows, which FSDP2 cuts. Resume with zero1 or ddp."
+            )
+        room = as_shard(torch.zeros(len(local) * size[1], dtype=dtype, device=local.device), held)
+        return room, room
+    room = torch.zeros(size, dtype=dtype, device=local.device)
+    return room, room.view(-1)
 
 
 def keep_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -484,9 +517,14 @@ def keep_parts(optimizer: torch.optim.Optimizer) -> None:
 
     held: Any
     for held, values in optimizer.state.items():
+        if not (is_part(held) and held.dim()):
+            continue
+        if not has_whole_blocks(held.shape):
+            widen_states(values)
         for key, value in values.items():
-            if is_part(held) and held.dim() and getattr(value, "shape", None) == held.shape:
-                part = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+            if key in SCALES or getattr(value, "shape", None) == held.shape:
+                whole = as_rows(value, held) if key in SCALES else value
+                part = distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
                 local = part.to_local().to(held.to_local().device)
                 values[key] = DTensor(local, part._spec, requires_grad=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT
 from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
@@ -91,9 +92,13 @@ def is_quantized(technique: Technique) -> bool:
     return adds_adapters(technique) and not all(one.freezes for one in used_wishes(technique.alone))
 
 
-def shares_adapters(technique: Technique, wish: ParallelWish) -> bool:
-    """Return True if `technique` adds adapters, and GPUs share only the batch and the weights."""
-    return adds_adapters(technique) and wish.ranks_of_one_part == 1 and wish.states == "copied"
+def is_shared(technique: Technique, wish: ParallelWish) -> bool:
+    """Return True if `technique` runs where GPUs share only the batch and the weights: it adds adapters or
+    changes the code of modules.
+    """
+    if wish.ranks_of_one_part > 1:
+        return False
+    return technique.within_modules or (adds_adapters(technique) and wish.states == "copied")
 
 
 def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterator[str]:
@@ -104,15 +109,29 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
     if job.model.module is not None:
         yield "models of your own are not simulated with it. Leave it out."
     for technique in untried_techniques(recipe):
-        if not shares_adapters(technique, wish):
+        if not is_shared(technique, wish):
             yield f"it is not simulated together with {technique}. Leave one of them out."
+    if setup_of(recipe[Slot.ENGINE]).lowering is not None and is_quantized(recipe[Slot.ADAPTERS]):
+        yield (
+            f"{recipe[Slot.ENGINE]} with {recipe[Slot.ADAPTERS]} is not simulated on several GPUs. Leave one "
+            "of them out, or try 'fused'."
+        )
     if wish.weights == "sharded" and setup.scale_gradients:
         yield (
             "weights are gathered in bf16 or as they are, so it cannot be combined with "
             f"{recipe[Slot.PRECISION]}. Try 'bf16'."
         )
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
-    if "sharded" in (wish.weights, wish.states) and setup.optimizer_path not in KNOW_SHARDS:
+    span = recipe[Slot.CHECKPOINTING].value
+    if wish.weights == "sharded" and span is not None and span.layers_per_span != 1:
+        yield (
+            f"the weights of each layer are gathered by themselves, and {recipe[Slot.CHECKPOINTING]} "
+            "recomputes several layers at once. Try 'every_layer'."
+        )
+    knows_shards = setup.optimizer_path in KNOW_SHARDS or (
+        setup.optimizer_path in EIGHT_BIT and wish.ranks_of_one_part == 1 and not wish.on_host
+    )
+    if "sharded" in (wish.weights, wish.states) and not knows_shards:
         yield f"{recipe[Slot.OPTIMIZER]} is not simulated on {shared}. Try 'adamw' or 'adamw_fused'."
     yield from _objections_to_parts(recipe, setup, wish)
     if wish.on_host and setup.optimizer.factory.arguments.get("fused"):

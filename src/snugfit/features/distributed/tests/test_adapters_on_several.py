@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_ranks import case, rehearsed
 from test_ranks_elsewhere import in_steps
 
@@ -29,6 +30,7 @@ from snugfit.features.distributed.plan.shared import Shared
 from snugfit.prediction.predict import predict
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
+from snugfit.training.checkpoint.packed_state import SAVED_ON, pack, unpack
 from tiers import few_of, slow_but
 from tolerance import same_losses, same_parameters
 
@@ -175,6 +177,22 @@ def test_accelerate_does_not_shard_packed_weights(loop: str) -> None:
     job = small_job("llama", 1, batch_size=2, sequence_length=8)
     with pytest.raises(SnugfitError, match=r"leaves 4-bit weights whole on each GPU.*try ddp"):
         predict(job, "fsdp + qlora(r=4)", gpu="h200", gpus=2, loop=loop)
+
+
+def test_layers_that_are_recomputed_together_are_refused_on_shards() -> None:
+    job = small_job("llama", 4, batch_size=2, sequence_length=8)
+    with pytest.raises(SnugfitError, match="recomputes several layers at once"):
+        predict(job, "fsdp + lora(r=4) + segments", gpu="h200", gpus=2)
+
+
+def test_gathered_states_are_restored_on_the_device_of_the_weights() -> None:
+    """They are gathered on the host. A run of one GPU has them on the GPU."""
+    state = torch.ones(3)
+    setattr(state, SAVED_ON, "cuda")
+    tree, tensors = pack({"exp_avg": state, "step": torch.ones(())})
+    restored = unpack(tree, tensors, torch.device("meta"))
+    assert restored["exp_avg"].device.type == "meta"
+    assert restored["step"].device.type == "cpu"
 
 
 def test_trained_weights_of_two_dtypes_in_a_layer_are_refused() -> None:

@@ -41,9 +41,11 @@ METADATA = frozenset({
     "shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_leaf",
     "is_sparse", "is_nested", "is_quantized", "grad_fn", "size", "dim", "numel", "nelement", "stride",
     "is_floating_point", "is_complex", "is_contiguous", "element_size", "itemsize", "nbytes", "get_device",
-    "__len__",
+    "__len__", "_base", "register_hook",
 })  # fmt: skip
-"""Names of tensor attributes and methods that work on a tensor without data."""
+"""Names of tensor attributes and methods that work on a tensor without data. FSDP2 registers a hook on each
+output of a model. The loss is one too, so a hook on logits is not needed.
+"""
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 ELEMENTWISE = frozenset({

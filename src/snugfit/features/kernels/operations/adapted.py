@@ -40,7 +40,7 @@ def projections_of(layers: Sequence[Any], *, biased: bool | None = None) -> Proj
     biases = [base.bias for base in bases if base.bias is not None]
     if len(biases) not in (0, len(bases)) or biased not in (None, bool(biases)):
         return None
-    states = [base.weight.quant_state for base in bases if is_packed(base)]
+    states = [quant_state(base) for base in bases if is_packed(base)]
     if len(states) not in (0, len(bases)):
         return None
     adapters = [_adapter(layer) for layer in layers]
@@ -52,12 +52,18 @@ def is_packed(layer: Any) -> bool:
     return (type(layer).__module__, type(layer).__name__) == _FOUR_BITS
 
 
+def quant_state(layer: Any) -> Any:
+    """Return the `QuantState` of a linear layer in 4 bits; None before its weight is quantized."""
+    # A weight that FSDP2 has gathered is a plain parameter without the state.
+    return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
+
+
 def _is_supported(layer: Any) -> bool:
     """Return True for a linear layer of torch or in 4 bits, without a wrapper or hook."""
     if not is_packed(layer):
         return is_plain(layer)
     # bitsandbytes packs weights in another order for inference on a CPU.
-    state = getattr(layer.weight, "quant_state", None)
+    state = quant_state(layer)
     is_usual = state is not None and not getattr(state, "packing_format_for_cpu", False)
     return is_usual and layer.weight.size(-1) == 1 and not _is_hooked(layer)
 

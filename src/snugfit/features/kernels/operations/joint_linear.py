@@ -1,7 +1,8 @@
 """Several linear layers of one input, such as queries, keys and values, as one matrix product.
 
 The layers keep weights and gradients of their own. Their weights are copied once into adjacent parts of one
-buffer, so that the joint weight is a view.
+buffer, so that the joint weight is a view. Weights that another library moves, such as those that FSDP2
+gathers, are copied side by side in each pass.
 """
 
 from __future__ import annotations
@@ -68,6 +69,17 @@ def join_weights(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     return (torch.cat([tensor.detach() for tensor in tensors]) if view is None else view).to(dtype)
 
 
+def weights_to_keep(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the tensors that a backward pass needs for the joint weight in this dtype, in order.
+
+    That is the joint weight, or the weights themselves if only a copy could join them.
+    """
+    # A saved copy would keep weights alive that FSDP2 frees after the forward pass.
+    if joint_view(tensors) is None and all(tensor.dtype == dtype for tensor in tensors):
+        return [tensor.detach() for tensor in tensors]
+    return [join_weights(tensors, dtype)]
+
+
 def joint_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
@@ -91,13 +103,14 @@ class JointLinear(torch.autograd.Function):
         """Return the results, as views of one tensor."""
         weights, biases = tensors[:count], tensors[count:]
         dtype = activation_dtype(x)
-        weight = join_weights(weights, dtype)
+        kept = weights_to_keep(weights, dtype)
+        weight = join_weights(kept, dtype)
         bias = join_weights(biases, dtype) if biases else None
         # Weights are already cast. Autocast would cast them again, and cache views.
         with torch.autocast(autocast_device(x), enabled=False):
             inner = x.to(dtype)
             joint = torch.nn.functional.linear(inner, weight, bias)
-        ctx.save_for_backward(inner, weight)
+        ctx.save_for_backward(inner, *kept)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.sizes = [part.size(0) for part in weights]
         return joint.split(ctx.sizes, dim=-1)
@@ -105,14 +118,16 @@ class JointLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
         """Return the gradients of `x`, and of each weight and bias a slice of one tensor."""
-        x, weight = ctx.saved_tensors
+        x, *kept = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs = ctx.needs_input_grad
         count = len(ctx.sizes)
         # The bias's gradient is a by-product of joining the gradients.
         trains_bias = bias_dtype is not None and any(needs[2 + count :])
         slope, dbias = join_slopes(slopes, bias_dtype if trains_bias else None)  # (rows, all columns)
-        dx = torch.mm(slope, weight).view(x.shape).to(x_dtype) if needs[0] else None
+        dx = None
+        if needs[0]:
+            dx = torch.mm(slope, join_weights(kept, slope.dtype)).view(x.shape).to(x_dtype)
         dweights: Sequence[torch.Tensor | None] = [None] * count
         dbiases: Sequence[torch.Tensor | None] = [None] * count if bias_dtype else []
         if any(needs[2 : 2 + count]):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from snugfit.features.kernels.operations.four_bits import unpack
-from snugfit.features.kernels.operations.joint_linear import join_weights
+from snugfit.features.kernels.operations.joint_linear import join_weights, weights_to_keep
 from snugfit.features.kernels.operations.low_rank import Adapter, AdapterSpan, LowRankUpdate
 from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
@@ -74,9 +74,9 @@ class Projections(NamedTuple):
         return Layout(sizes, bool(self.biases), tuple(spans), tuple(self.states))
 
 
-Settings = tuple[Layout, Sequence[torch.dtype], int]
-"""The type of a joint product's settings: its layout, the dtypes of its tensors, and the parts of its
-adapters.
+Settings = tuple[Layout, Sequence[torch.dtype], int, int]
+"""The type of a joint product's settings: its layout, the dtypes of its tensors, the number of its weights,
+and the parts of its adapters.
 """
 
 
@@ -85,7 +85,7 @@ class JointProduct(NamedTuple):
 
     layout: Layout
     dtypes: Sequence[torch.dtype]  # dtypes of `Projections.tensors`
-    weights: Sequence[torch.Tensor]  # (N, H) all in the dtype of the product, or each in 4 bits
+    weights: Sequence[torch.Tensor]  # (N, H) all or each in the dtype of the product, or each in 4 bits
     update: LowRankUpdate | None
 
     @classmethod
@@ -94,7 +94,7 @@ class JointProduct(NamedTuple):
     ) -> tuple[torch.Tensor, Self]:
         """Return the product (T, N) in the dtype of the rows, and its backward pass."""
         weights, biases, factors = layout.separate(tensors)
-        matrices = weights if layout.states else [join_weights(weights, rows.dtype)]
+        matrices = weights if layout.states else weights_to_keep(weights, rows.dtype)
         update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
         joint = cls(layout, [tensor.dtype for tensor in tensors], matrices, update)
         return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
@@ -102,20 +102,24 @@ class JointProduct(NamedTuple):
     @classmethod
     def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
         """Return the joint product with these settings and saved tensors."""
-        layout, dtypes, parts = settings
-        count = len(layout.states) or 1
+        layout, dtypes, count, parts = settings
         update = LowRankUpdate.restore(tensors[count:], layout.spans, parts) if parts else None
         return cls(layout, dtypes, tensors[:count], update)
 
     @property
     def settings(self) -> Settings:
         """Return the attributes of the product that are no tensors."""
-        return self.layout, self.dtypes, self.update.parts if self.update else 0
+        return self.layout, self.dtypes, len(self.weights), self.update.parts if self.update else 0
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors to save for the backward pass."""
         return [*self.weights, *(self.update.tensors if self.update else ())]
+
+    @property
+    def are_apart(self) -> bool:
+        """Return True if several weights are not adjacent in memory, so that each has a product of its own."""
+        return not self.layout.states and len(self.weights) > 1
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """Return all weights (N, H) in the dtype of the product; those of 4 bits are unpacked each time."""
@@ -124,10 +128,17 @@ class JointProduct(NamedTuple):
 
     def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
-        turned = self.matrix(rows.dtype).t()
-        product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
-        # An unpacked matrix is large, and the adapters do not need it.
-        del turned
+        if self.are_apart:
+            # Copies of weights side by side would cost more than several products.
+            product = rows.new_empty((len(rows), sum(self.layout.sizes)))
+            for weight, part in zip(self.weights, product.split(self.layout.sizes, 1), strict=True):
+                torch.mm(rows, weight.t(), out=part)
+            product = product if bias is None else product.add_(bias)
+        else:
+            turned = self.matrix(rows.dtype).t()
+            product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
+            # An unpacked matrix is large, and the adapters do not need it.
+            del turned
         if self.update is not None:
             # Selective checkpointing reuses the product, so it must not change.
             product = product.clone() if results_are_kept() else product
@@ -147,7 +158,13 @@ class JointProduct(NamedTuple):
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (T, H) of the rows."""
-        of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
+        if self.are_apart:
+            parts = of_product.split(self.layout.sizes, 1)
+            of_rows = torch.mm(parts[0], self.weights[0])
+            for part, weight in zip(parts[1:], self.weights[1:], strict=True):
+                of_rows.addmm_(part, weight)
+        else:
+            of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
         if self.update is not None and slopes is not None:
             self.update.add_input_gradient(of_rows, slopes)
         return of_rows

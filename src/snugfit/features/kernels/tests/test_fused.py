@@ -55,7 +55,7 @@ def launches(trace: Trace) -> Counter[tuple[str, str]]:
         ("t5", "fused", r"no kernels for t5\. It covers bert, .*vit.*'torch_kernels'"),
         ("bert", "fused + compiled", r"compiled.* compiles the code that it would replace"),
         ("bert", "fused + eager", r"needs torch's attention, and eager is another"),
-        ("bert", "fused + fsdp", "not supported in several processes"),
+        ("bert", "fused + zero3", "not simulated together with fused"),
     ],
 )
 def test_what_it_does_not_go_with_is_said(family: str, recipe: str, says: str) -> None:

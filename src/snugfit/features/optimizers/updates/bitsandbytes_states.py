@@ -157,7 +157,7 @@ def _wait(tensor: torch.Tensor) -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():  # a real wait creates no views
-        element = tensor.detach().as_strided((), ())
+        element = getattr(tensor, "_local_tensor", tensor).detach().as_strided((), ())
     element.item()
 
 

@@ -1,0 +1,187 @@
+"""Fused kernels and compiled layers in several processes: law 1 on two gloo ranks, training, checkpoints, refusals.
+
+The runs use the CPU and gloo, as in `test_ranks.py` and `test_train_many.py`. There fused kernels are plain
+torch, and those of compiled layers compute nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ranks import case, rehearsed
+from test_ranks_elsewhere import in_steps
+
+from aligned import compare, peak
+from clean_forks import Forks, forks_of
+from gloo_ranks import Ran, run_ranks
+from many_ranks import LAST, run_of, trained, weights_in
+from rank_events import to_last_birth, unheard, without_own
+from small_models import small_job
+from small_runs import losses
+from snugfit.errors import RecipeError
+from snugfit.prediction.predict import predict
+from tiers import few_of, slow_but
+from tolerance import same_losses, same_parameters
+
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")]
+
+CASES = [
+    ("llama", "ddp + fused"),
+    ("llama", "ddp(bucket_views=true) + fused + bf16 + micro_batches(2)"),
+    ("llama", "ddp + fused + bf16_pure + lora(r=4, targets=all-linear)"),
+    ("llama", "ddp + fused + bf16 + qlora(r=4)"),
+    ("llama", "zero1 + fused + bf16_pure"),
+    ("llama", "ddp + chunked_loss(tokens=64) + bf16"),
+    ("llama", "fsdp + fused + chunked_loss(tokens=64) + bf16_pure"),
+    ("qwen3", "fsdp(reshard=all) + chunked_loss(tokens=64) + lora(r=4) + bf16 + micro_batches(2)"),
+    ("llama", "fsdp + fused"),
+    ("llama", "fsdp + fused + bf16 + every_layer"),
+    ("llama", "fsdp(reshard=all) + fused + bf16_pure + lora(r=4) + micro_batches(2)"),
+    ("llama", "fsdp + fused + bf16 + lora(r=4, targets=all-linear) + every_layer"),
+    ("llama", "fsdp + fused + bf16_pure + qlora(r=4, targets=all-linear)"),
+    ("qwen3", "fsdp(reshard=none) + fused(recomputed_mlps=1) + bf16"),
+    ("bert", "ddp + fused + bf16"),
+    ("bert", "fsdp + fused + bf16 + micro_batches(2)"),
+]
+COMPILED = [
+    ("llama", "ddp + compiled + bf16_pure"),
+    ("bert", "ddp + compiled + bf16"),
+    ("llama", "fsdp + compiled + bf16 + lora(r=4) + every_layer"),
+    ("llama", "fsdp(reshard=all) + compiled + micro_batches(2)"),
+]
+COMPILED = few_of(COMPILED, [one for one in COMPILED if one is not COMPILED[2]])
+COVERING = [CASES[2], CASES[6], CASES[10], CASES[12], CASES[15]]
+CASES = few_of(CASES, [one for one in CASES if one not in COVERING])
+
+
+@functools.cache
+def real() -> dict[tuple[str, str, int], Ran]:
+    """Start two ranks once, and return the results of each case and rank."""
+    ran = run_ranks(2, [case(*one) for one in CASES])
+    return {
+        (*one, rank): what
+        for rank, of_rank in enumerate(ran)
+        for one, what in zip(CASES, of_rank, strict=True)
+    }
+
+
+@functools.cache
+def really_compiled() -> list[list[Ran]]:
+    """Start two ranks once, and return the results of each rank in each compiled case."""
+    return run_ranks(2, [case(*one) for one in COMPILED], within="idle_compiler:idle_kernels")
+
+
+@pytest.mark.parametrize(("family", "recipe"), COMPILED)
+def test_compiled_layers_of_two_real_ranks_allocate_what_their_traces_have(family: str, recipe: str) -> None:
+    """torch copies the state of the CPU's generator while it compiles."""
+    for rank, of_rank in enumerate(really_compiled()):
+        trace = without_own(rehearsed(2, family, recipe, rank))
+        account = of_rank[COMPILED.index((family, recipe))].account
+        in_runs = [event for event in account if not any("dynamo_timed" in one for one in event.operators)]
+        account = unheard(without_own(in_runs), trace)
+        comparison = compare(to_last_birth(account), to_last_birth(trace))
+        assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank}: {comparison}"
+        assert peak(account) == peak(trace)
+
+
+@pytest.mark.parametrize(("family", "recipe"), CASES)
+def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe: str) -> None:
+    """The CPU quantizes weights with temporaries of its own, so these are compared after their build."""
+    for rank in range(2):
+        trace = without_own(rehearsed(2, family, recipe, rank))
+        account = unheard(without_own(real()[family, recipe, rank].account), trace)
+        if "qlora" in recipe:
+            account, trace = in_steps(account), in_steps(trace)
+        comparison = compare(to_last_birth(account), to_last_birth(trace))
+        assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank}: {comparison}"
+        assert peak(account) == peak(trace)
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+HOW: dict[str, Any] = {"job": "llama", "layers": 1, "lr_scheduler_type": "constant"}
+
+TRAINED = [
+    ("fsdp", "fused + chunked_loss(tokens=64) + lora(r=4, targets=all-linear) + bf16_pure", "plain", 1),
+    ("fsdp", "fused", "ddp", 2),
+    ("ddp", "fused + qlora(r=4) + bf16_pure", "fsdp", 2),
+]
+"""Techniques for two processes, the rest of the recipe, and the processes of another resumed run."""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Forks:
+    return forks_of("many_ranks")
+
+
+@pytest.mark.parametrize(("many", "kernels", "other", "others"), slow_but(TRAINED, 1))
+def test_kernels_train_and_resume_as_in_one_process(
+    tmp_path: Path, forks: Forks, many: str, kernels: str, other: str, others: int
+) -> None:
+    """A resumed run equals the uninterrupted one bit for bit on as many processes, and up to rounding on
+    others.
+    """
+    recipe = f"{many} + {kernels}"
+    run_of(str(tmp_path / "alone"), recipe=kernels, **HOW)
+    assert trained(forks, tmp_path / "whole", 2, recipe=recipe, **HOW) == [0, 0]
+    assert trained(forks, tmp_path / "half", 2, recipe=recipe, max_steps=3, **HOW) == [0, 0]
+    shutil.copytree(tmp_path / "half", tmp_path / "moved")
+    assert trained(forks, tmp_path / "half", 2, recipe=recipe, **HOW) == [0, 0]
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    if others == 1:
+        assert run_of(str(tmp_path / "moved"), recipe=kernels, **HOW).exit_code == 0
+    else:
+        elsewhere = {"recipe": f"{other} + {kernels}", **HOW}
+        assert trained(forks, tmp_path / "moved", others, **elsewhere) == [0] * others
+    same = {one: losses(tmp_path / one) for one in ("whole", "moved", "alone")}
+    for name in ("whole", "moved"):
+        same_losses(*([row[0] for row in same[at].values()] for at in (name, "alone")))
+        if "lora" in kernels:
+            same_parameters(weights_in(tmp_path / name, LAST), weights_in(tmp_path / "alone", LAST))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many", ["tensor(2)", "context(2)", "zero2", "zero3"])
+def test_kernels_are_refused_where_processes_share_layers(many: str) -> None:
+    job = small_job("llama", 2, batch_size=2, sequence_length=8)
+    with pytest.raises(RecipeError, match="fused"):
+        predict(job, f"{many} + fused", gpu="h200", gpus=2)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["fsdp + compiled(what=model)", "ddp + compiled(mode=reduce-overhead)", "ddp + compiled + qlora(r=4)"],
+)
+def test_other_compiled_code_is_refused_on_several_gpus(recipe: str) -> None:
+    job = small_job("llama", 2, batch_size=2, sequence_length=8)
+    with pytest.raises(RecipeError, match="compiled"):
+        predict(job, recipe, gpu="h200", gpus=2)
+
+
+def test_sharded_weights_of_a_joint_product_are_not_copied_until_the_backward_pass() -> None:
+    """A saved copy would keep the weights of all layers."""
+    peaks = {}
+    for layers in (2, 6):
+        job = small_job("llama", layers, {"hidden_size": 512}, batch_size=2, sequence_length=8)
+        for recipe in ("fsdp + sgd", "fsdp + fused + sgd"):
+            peaks[layers, recipe] = predict(job, recipe, gpu="h200", gpus=2).footprint.requested_bytes
+    plain, fused = (peaks[6, one] - peaks[2, one] for one in ("fsdp + sgd", "fsdp + fused + sgd"))
+    assert fused < 1.05 * plain
+
+
+@pytest.mark.parametrize("many", ["fsdp", "ddp"])
+def test_logits_in_chunks_never_exist_as_a_whole(many: str) -> None:
+    """FSDP2 registers a hook on each output of the model, and logits are one."""
+    job = small_job("llama", 1, {"vocab_size": 32_000}, batch_size=16, sequence_length=1024)
+    recipes = f"{many} + bf16_pure", f"{many} + chunked_loss + bf16_pure"
+    whole, chunked = (predict(job, one, gpu="h200", gpus=2).footprint.requested_bytes for one in recipes)
+    logits = 2 * 8 * 1024 * 32_000
+    assert whole - chunked > 2 * logits
