@@ -29,6 +29,7 @@ from snugfit.features.engine.replay.graphs import NotRecorded
 from snugfit.features.engine.replay.step import CapturedStep
 from snugfit.features.engine.updates.hooked_pass import HookedPass
 from snugfit.step.step_runner import StepRunner
+from snugfit.techniques.registry import hooks
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -328,4 +329,6 @@ def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
         from snugfit.features.engine.masters.one_weight import MasterUpdates
 
         return MasterUpdates(optimizer)
+    for prepare in hooks("prepare_single_updates"):
+        prepare(optimizer)
     return TorchUpdates(optimizer, model)
