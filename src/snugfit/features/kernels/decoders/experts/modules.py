@@ -1,0 +1,149 @@
+"""Experts of transformers' decoders, and the adapters that peft adds to their parameters.
+
+transformers stores the weights of all experts of a layer in one parameter of three dimensions. peft adapts
+it by a `ParamWrapper`, and two parameters of one module by two nested wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, TANH, Gate
+from snugfit.features.kernels.decoders.experts.expert_mlp import expert_mlp
+from snugfit.features.kernels.decoders.experts.grouped_linear import ALIGNMENT, ExpertLinear
+from snugfit.features.kernels.decoders.same_code import same_as
+from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
+from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
+from snugfit.step.own_forward import OwnForward
+
+_WRAPPER = "peft.tuners.lora.layer", "ParamWrapper"
+"""Module and name of peft's class for an adapted parameter."""
+
+_KINDS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": TANH}
+"""Supported activations by their class names."""
+
+
+class ExpertsForm(NamedTuple):
+    """Properties in which modules of experts differ."""
+
+    is_turned: bool = False
+    """True if weights are (experts, inputs, outputs)."""
+    has_bias: bool = False
+    is_clamped: bool = False
+    """True if gate and up are clamped, and their columns alternate."""
+
+
+FORMS: Mapping[str, ExpertsForm] = {
+    "mixtral.MixtralExperts": ExpertsForm(),
+    "gpt_oss.GptOssExperts": ExpertsForm(is_turned=True, has_bias=True, is_clamped=True),
+}
+"""Supported modules of experts by file and class; copies under other names have the same form."""
+
+
+def fuse_experts(model: torch.nn.Module) -> list[str]:
+    """Replace the forward passes of this model's supported experts. Return the replaced class names."""
+    changed: dict[str, None] = {}
+    inner: set[torch.nn.Module] = set()
+    for module in model.modules():
+        chain = _chain(module)
+        form = _form(chain[-1])
+        # A wrapper comes before the modules in it.
+        if form is None or module in inner or "forward" in vars(module):
+            continue
+        inner.update(chain)
+        if _gate(chain[-1], form) is None:
+            continue
+        module.forward = OwnForward(partial(_run, form), module)
+        # False marks a gated MLP. `fused(recomputed_mlps)` sets some of them to True.
+        setattr(module, RECOMPUTES, False)
+        changed[type(chain[-1]).__name__] = None
+    return list(changed)
+
+
+def _chain(module: Any) -> list[Any]:
+    """Return a module and those that peft's wrappers of parameters have in them, from the outside."""
+    chain = [module]
+    while _is_wrapper(chain[-1]):
+        chain.append(chain[-1].base_layer)
+    return chain
+
+
+def _is_wrapper(module: Any) -> bool:
+    return (type(module).__module__, type(module).__name__) == _WRAPPER
+
+
+def _form(module: Any) -> ExpertsForm | None:
+    reference = same_as(type(module), "Experts", FORMS)
+    return None if reference is None else FORMS[reference]
+
+
+def _gate(experts: Any, form: ExpertsForm) -> Gate | None:
+    """Return the activation of experts; None for an unsupported one."""
+    if form.is_clamped:
+        return Gate(CLAMPED, float(experts.alpha), float(experts.limit))
+    kind = _KINDS.get(type(experts.act_fn).__name__)
+    return None if kind is None else Gate(kind)
+
+
+def _run(form: ExpertsForm, module: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """Run the experts on tokens (T, H), experts (T, k) and weights (T, k) by grouped products."""
+    # The method of the class, because this one replaces that of the instance.
+    original: Callable[..., torch.Tensor] = partial(type(module).forward, module)
+    chain = _chain(module)
+    layers = _layers(chain, form)
+    if not module.training or keywords or len(arguments) != 3 or layers is None:
+        return original(*arguments, **keywords)
+    hidden, index, weights = arguments
+    if hidden.dim() != 2 or (has_kernel(hidden) and not _fits_kernels(layers, activation_dtype(hidden))):
+        return original(*arguments)
+    gate = _gate(chain[-1], form)
+    assert gate is not None
+    return expert_mlp(hidden, weights, index, layers, gate, keeps=not getattr(module, RECOMPUTES, False))
+
+
+def _layers(chain: Sequence[Any], form: ExpertsForm) -> tuple[ExpertLinear, ExpertLinear] | None:
+    """Return gate and up in one, and down, with their adapters; None if something is unsupported."""
+    *wrappers, experts = chain
+    if getattr(experts, "_is_expert_parallel", False) or any(map(_is_hooked, chain[1:])):
+        return None
+    adapters = [_adapter(wrapper) for wrapper in wrappers]
+    if None in adapters:
+        return None
+    by_name = {wrapper.parameter_name: pair for wrapper, pair in zip(wrappers, adapters, strict=True)}
+    if by_name.keys() - {"gate_up_proj", "down_proj"} or len(by_name) < len(wrappers):
+        return None
+    into, back = (
+        ExpertLinear(
+            getattr(experts, name),
+            form.is_turned,
+            getattr(experts, f"{name}_bias") if form.has_bias else None,
+            *(by_name.get(name) or ()),
+        )
+        for name in ("gate_up_proj", "down_proj")
+    )
+    return into, back
+
+
+def _is_hooked(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _adapter(wrapper: Any) -> tuple[Any, ...] | None:
+    """Return A, B and the scale of a wrapper's active adapter; empty without one, None if unsupported."""
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if wrapper.merged or len(names) > 1 or wrapper.num_experts == 1:
+        return None
+    if wrapper.disable_adapters or not names:
+        return ()
+    name = names[0]
+    return wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name])
+
+
+def _fits_kernels(layers: Sequence[ExpertLinear], dtype: torch.dtype) -> bool:
+    """Return True if torch's grouped products take these sizes: rows of a multiple of 16 bytes."""
+    sizes = [size for layer in layers for size in (*layer.weight.shape[1:], layer.rank)]
+    return not any(size * dtype.itemsize % ALIGNMENT for size in sizes)
