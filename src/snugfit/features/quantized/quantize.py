@@ -43,11 +43,7 @@ class QuantizeHandler(Handler):
 
     def model_arguments(self, value: QuantizeWish | None) -> dict[str, Any]:
         """Return the keyword argument of `instantiate` with which the model is built quantized, in a dict."""
-        return (
-            {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
-            if value is not None
-            else {}
-        )
+        return {"construct": partial(QuantizedConstruction, **vars(value))} if value is not None else {}
 
     def around_run(self, value: QuantizeWish | None) -> Context | None:
         """Return a context in which weights are quantized in the order of the current stream's work."""
@@ -67,6 +63,8 @@ class QuantizeHandler(Handler):
         """
         if value is None:
             return {}
+        if value.experts:
+            raise context.refusal(self.slot, "transformers has no argument for experts in 4 bits")
         setup = context.setup
         weights = setup.created_dtype(context.job)
         computed = setup.product_dtype(context.job)

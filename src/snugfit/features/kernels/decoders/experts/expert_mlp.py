@@ -16,6 +16,7 @@ from snugfit.features.kernels.decoders.experts.activation import Gate
 from snugfit.features.kernels.decoders.experts.grouped_linear import (
     ExpertLinear,
     GroupedLinear,
+    LinearSettings,
     grouped_gradient,
 )
 from snugfit.features.kernels.decoders.experts.routing import Routing
@@ -31,6 +32,7 @@ def expert_mlp(
     weights: torch.Tensor,
     index: torch.Tensor,
     layers: tuple[ExpertLinear, ExpertLinear],
+    experts: int,
     gate: Gate,
     *,
     keeps: bool = True,
@@ -42,7 +44,15 @@ def expert_mlp(
     """
     into, back = layers
     output: torch.Tensor = ExpertMLP.apply(  # type: ignore[no-untyped-call]
-        hidden, weights, index, (into.settings, back.settings), gate, keeps, *into.tensors, *back.tensors
+        hidden,
+        weights,
+        index,
+        (into.settings, back.settings),
+        experts,
+        gate,
+        keeps,
+        *into.tensors,
+        *back.tensors,
     )
     return output
 
@@ -56,7 +66,8 @@ class ExpertMLP(torch.autograd.Function):
         hidden: torch.Tensor,
         weights: torch.Tensor,
         index: torch.Tensor,
-        settings: tuple[tuple[bool, float], tuple[bool, float]],
+        settings: tuple[LinearSettings, LinearSettings],
+        experts: int,
         gate: Gate,
         keeps: bool,
         *tensors: torch.Tensor | None,
@@ -64,9 +75,7 @@ class ExpertMLP(torch.autograd.Function):
         """Return the output; save the routing, the parameters, and the source of the input's rows."""
         dtype = activation_dtype(hidden)
         ctx.settings, ctx.gate, ctx.dtype, ctx.hidden_dtype = settings, gate, dtype, hidden.dtype
-        weight = tensors[0]
-        assert weight is not None
-        routing = Routing.start(index, len(weight))
+        routing = Routing.start(index, experts)
         wide = GroupedLinear.start(tensors[:_TENSORS], settings[0], routing.ends, dtype)
         rows = hidden.to(dtype)
         product = wide.multiply(routing.gather(rows), routing.sort(index))
@@ -74,8 +83,8 @@ class ExpertMLP(torch.autograd.Function):
         out = routing.combine(narrow.multiply(gate.apply(product)), weights)
         if narrow.bias is not None:
             # A bias of each expert, times the weights, is a product with the weights by expert.
-            out = torch.addmm(out, _by_expert(weights, index, len(weight), dtype), narrow.bias.to(dtype))
-        needs_rows = not keeps or any(ctx.needs_input_grad[6 : 6 + _TENSORS])
+            out = torch.addmm(out, _by_expert(weights, index, experts, dtype), narrow.bias.to(dtype))
+        needs_rows = not keeps or any(ctx.needs_input_grad[7 : 7 + _TENSORS])
         *source, ctx.scaling = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(product if keeps else None, weights, index, *routing[:3], *source, *tensors)
         return out.to(hidden.dtype)
@@ -86,7 +95,7 @@ class ExpertMLP(torch.autograd.Function):
         product, weights, index, order, places, ends, *others = ctx.saved_tensors
         source, tensors = others[:3], others[3:]
         routing = Routing(order, places, ends, index.size(1))
-        of_wide, of_narrow = ctx.needs_input_grad[6 : 6 + _TENSORS], ctx.needs_input_grad[6 + _TENSORS :]
+        of_wide, of_narrow = ctx.needs_input_grad[7 : 7 + _TENSORS], ctx.needs_input_grad[7 + _TENSORS :]
         wide = GroupedLinear.start(tensors[:_TENSORS], ctx.settings[0], ends, ctx.dtype)
         if product is None:
             again = rows_again(source, ctx.scaling, ctx.dtype)
@@ -104,7 +113,6 @@ class ExpertMLP(torch.autograd.Function):
             between if any(of_narrow) else None,
             of_narrow,
             tensors[_TENSORS:],
-            ctx.settings[1][0],
         )
         # Both are large, and are not needed for the gradients of gate and up.
         del of_rows, between
@@ -118,25 +126,15 @@ class ExpertMLP(torch.autograd.Function):
         wide_gradients: list[torch.Tensor | None] = [None] * _TENSORS
         if any(of_wide):
             rows = routing.gather(rows_again(source, ctx.scaling, ctx.dtype))
-            wide_gradients = wide.gradients(
-                product, slopes, rows, of_wide, tensors[:_TENSORS], ctx.settings[0][0]
-            )
+            wide_gradients = wide.gradients(product, slopes, rows, of_wide, tensors[:_TENSORS])
             del rows
         if wide.bias is not None and of_wide[1]:
             wide_gradients[1] = _bias_gradient(product, ends).to(wide.bias.dtype)
         of_hidden = None
         if ctx.needs_input_grad[0]:
             of_hidden = routing.combine(wide.input_gradient(product, slopes), None).to(ctx.hidden_dtype)
-        return (
-            of_hidden,
-            of_weights.to(weights.dtype),
-            None,
-            None,
-            None,
-            None,
-            *wide_gradients,
-            *narrow_gradients,
-        )
+        others = [None] * (len(ctx.needs_input_grad) - 2 - 2 * _TENSORS)
+        return of_hidden, of_weights.to(weights.dtype), *others, *wide_gradients, *narrow_gradients
 
 
 def _by_expert(weights: torch.Tensor, index: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:

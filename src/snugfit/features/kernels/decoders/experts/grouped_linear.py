@@ -3,27 +3,37 @@
 y_e = x_e W_e^T + s (x_e A_e^T) B_e^T for the rows of each expert e; Hu et al., arXiv 2106.09685, section 4.1.
 peft adds s B_e A_e to W_e instead, which takes a second tensor of all experts and a gradient as large. It
 stores A (E * r, K) by expert, and B (N, r * E) with the expert as the fastest index (`ParamWrapper` of
-`peft.tuners.lora.layer`).
+`peft.tuners.lora.layer`). Frozen weights of 4 bits are unpacked for each product, and not saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from snugfit.features.kernels.operations.four_bits import unpack_whole
 from snugfit.features.kernels.operations.products import results_are_kept
 
 ALIGNMENT = 16
 """Bytes by which strides of a grouped product must be divisible (`GroupedMMUtils.h` of torch)."""
 
 
+class LinearSettings(NamedTuple):
+    """Attributes of an `ExpertLinear` that are no tensors."""
+
+    is_turned: bool
+    scale: float
+    state: Any
+
+
 class ExpertLinear(NamedTuple):
     """Parameters of one linear layer of E experts."""
 
-    weight: torch.Tensor  # (E, N, K), or (E, K, N) if `is_turned`
+    weight: torch.Tensor  # (E, N, K), (E, K, N) if `is_turned`, or packed with two numbers to a byte
     is_turned: bool
+    state: Any = None  # bitsandbytes' `QuantState` of a packed weight
     bias: torch.Tensor | None = None  # (E, N)
     down: torch.Tensor | None = None  # (E * r, K), peft's A
     up: torch.Tensor | None = None  # (N, r * E), peft's B
@@ -35,61 +45,60 @@ class ExpertLinear(NamedTuple):
         return [self.weight, self.bias, self.down, self.up]
 
     @property
-    def settings(self) -> tuple[bool, float]:
+    def settings(self) -> LinearSettings:
         """Return the attributes that are no tensors."""
-        return self.is_turned, self.scale
+        return LinearSettings(self.is_turned, self.scale, self.state)
 
     @property
-    def rank(self) -> int:
-        """Return the rank of the adapters; 0 without one."""
-        return 0 if self.down is None else len(self.down) // len(self.weight)
+    def sizes(self) -> tuple[int, int, int]:
+        """Return both sizes of an expert's weight, and the rank of its adapters; 0 without one."""
+        experts, *sizes = self.weight.shape if self.state is None else self.state.shape
+        return (*sizes, 0 if self.down is None else len(self.down) // experts)
 
 
 class GroupedLinear(NamedTuple):
     """One linear layer of all experts, with factors in the dtype of its product."""
 
-    weight: torch.Tensor  # (E, N, K)
+    weight: torch.Tensor  # (E, N, K) or (E, K, N), or packed
+    settings: LinearSettings
     bias: torch.Tensor | None
     down: torch.Tensor | None  # (E, r, K)
     up: torch.Tensor | None  # (E, r, N)
-    scale: float
     ends: torch.Tensor  # (E,) int32
 
     @classmethod
     def start(
         cls,
         tensors: Sequence[torch.Tensor | None],
-        settings: tuple[bool, float],
+        settings: LinearSettings,
         ends: torch.Tensor,
         dtype: torch.dtype,
     ) -> Self:
         """Return the layer of `ExpertLinear`'s tensors and settings."""
         weight, bias, down, up = tensors
-        is_turned, scale = settings
         assert weight is not None
-        whole = weight.detach().to(dtype)
         of_experts = None
         if down is not None and up is not None:
-            count = len(weight)
+            count = len(ends)
             down = down.detach().view(count, -1, down.size(1)).to(dtype)
             of_experts = up.new_empty((count, down.size(1), len(up)), dtype=dtype)
             # The copy casts and puts the expert first.
             of_experts.copy_(up.detach().view(len(up), -1, count).permute(2, 1, 0))
-        return cls(
-            whole.transpose(1, 2) if is_turned else whole,
-            None if bias is None else bias.detach(),
-            down,
-            of_experts,
-            scale,
-            ends,
-        )
+        whole = weight.detach() if settings.state is not None else weight.detach().to(dtype)
+        return cls(whole, settings, None if bias is None else bias.detach(), down, of_experts, ends)
+
+    def matrices(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights (E, N, K) of all experts; those of 4 bits are unpacked each time."""
+        is_turned, _, state = self.settings
+        whole = self.weight if state is None else unpack_whole(self.weight, state, dtype)
+        return whole.transpose(1, 2) if is_turned else whole
 
     def multiply(self, rows: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (S, N) of sorted rows (S, K).
 
         With the number (S,) of each row's expert, add the bias.
         """
-        product = grouped_product(rows, self.weight.transpose(1, 2), self.ends)
+        product = grouped_product(rows, self.matrices(rows.dtype).transpose(1, 2), self.ends)
         if results_are_kept():
             # Selective checkpointing reuses the product, so it must not change.
             product = product.clone()
@@ -102,17 +111,17 @@ class GroupedLinear(NamedTuple):
     def columns(self, rows: torch.Tensor) -> torch.Tensor:
         """Return s x A^T (S, r) of sorted rows (S, K)."""
         assert self.down is not None
-        return grouped_product(rows, self.down.transpose(1, 2), self.ends) * self.scale
+        return grouped_product(rows, self.down.transpose(1, 2), self.ends) * self.settings.scale
 
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient (S, r) of x A^T, s dy B, from that of the product (S, N)."""
         if self.up is None:
             return None
-        return grouped_product(of_product, self.up.transpose(1, 2), self.ends) * self.scale
+        return grouped_product(of_product, self.up.transpose(1, 2), self.ends) * self.settings.scale
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (S, K) of the sorted rows."""
-        of_rows = grouped_product(of_product, self.weight, self.ends)
+        of_rows = grouped_product(of_product, self.matrices(of_product.dtype), self.ends)
         if slopes is not None and self.down is not None:
             of_rows.add_(grouped_product(slopes, self.down, self.ends))
         return of_rows
@@ -124,7 +133,6 @@ class GroupedLinear(NamedTuple):
         rows: torch.Tensor | None,
         needed: Sequence[bool],
         tensors: Sequence[torch.Tensor | None],
-        is_turned: bool,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of weight, A and B in the shapes and dtypes of `tensors`, with None for the
         bias.
@@ -136,7 +144,7 @@ class GroupedLinear(NamedTuple):
             return gradients
         weight, _, down, up = tensors
         if needed[0] and weight is not None:
-            pair = (rows, of_product) if is_turned else (of_product, rows)
+            pair = (rows, of_product) if self.settings.is_turned else (of_product, rows)
             gradients[0] = grouped_gradient(*pair, self.ends).to(weight.dtype)
         if needed[2] and down is not None and slopes is not None:
             gradients[2] = grouped_gradient(slopes, rows, self.ends).to(down.dtype).view(down.shape)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, TANH, Gate
 from snugfit.features.kernels.decoders.experts.expert_mlp import expert_mlp
@@ -22,6 +23,9 @@ from snugfit.step.own_forward import OwnForward
 
 _WRAPPER = "peft.tuners.lora.layer", "ParamWrapper"
 """Module and name of peft's class for an adapted parameter."""
+
+_PACKED = "bitsandbytes.nn.parametrize", "Bnb4bitParametrization"
+"""Module and name of bitsandbytes' class for a parameter in 4 bits."""
 
 _KINDS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": TANH}
 """Supported activations by their class names."""
@@ -60,7 +64,7 @@ def fuse_experts(model: torch.nn.Module) -> list[str]:
         module.forward = OwnForward(partial(_run, form), module)
         # False marks a gated MLP. `fused(recomputed_mlps)` sets some of them to True.
         setattr(module, RECOMPUTES, False)
-        changed[type(chain[-1]).__name__] = None
+        changed[type_before_parametrizations(chain[-1]).__name__] = None
     return list(changed)
 
 
@@ -73,11 +77,16 @@ def _chain(module: Any) -> list[Any]:
 
 
 def _is_wrapper(module: Any) -> bool:
-    return (type(module).__module__, type(module).__name__) == _WRAPPER
+    return _path(module) == _WRAPPER
+
+
+def _path(module: Any) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
 
 
 def _form(module: Any) -> ExpertsForm | None:
-    reference = same_as(type(module), "Experts", FORMS)
+    # A module with packed weights has a class of torch's own.
+    reference = same_as(type_before_parametrizations(module), "Experts", FORMS)
     return None if reference is None else FORMS[reference]
 
 
@@ -102,7 +111,15 @@ def _run(form: ExpertsForm, module: Any, *arguments: Any, **keywords: Any) -> to
         return original(*arguments)
     gate = _gate(chain[-1], form)
     assert gate is not None
-    return expert_mlp(hidden, weights, index, layers, gate, keeps=not getattr(module, RECOMPUTES, False))
+    return expert_mlp(
+        hidden,
+        weights,
+        index,
+        layers,
+        chain[-1].num_experts,
+        gate,
+        keeps=not getattr(module, RECOMPUTES, False),
+    )
 
 
 def _layers(chain: Sequence[Any], form: ExpertsForm) -> tuple[ExpertLinear, ExpertLinear] | None:
@@ -117,19 +134,27 @@ def _layers(chain: Sequence[Any], form: ExpertsForm) -> tuple[ExpertLinear, Expe
     if by_name.keys() - {"gate_up_proj", "down_proj"} or len(by_name) < len(wrappers):
         return None
     into, back = (
-        ExpertLinear(
-            getattr(experts, name),
-            form.is_turned,
-            getattr(experts, f"{name}_bias") if form.has_bias else None,
-            *(by_name.get(name) or ()),
-        )
-        for name in ("gate_up_proj", "down_proj")
+        _linear(experts, name, form, by_name.get(name) or ()) for name in ("gate_up_proj", "down_proj")
     )
-    return into, back
+    return None if into is None or back is None else (into, back)
+
+
+def _linear(experts: Any, name: str, form: ExpertsForm, adapter: tuple[Any, ...]) -> ExpertLinear | None:
+    """Return one linear layer of the experts; None for a weight in an unsupported format."""
+    kept = getattr(experts, "parametrizations", {})
+    bias = getattr(experts, f"{name}_bias") if form.has_bias else None
+    if name not in kept:
+        return ExpertLinear(getattr(experts, name), form.is_turned, None, bias, *adapter)
+    formats = list(kept[name])
+    if len(formats) > 1 or _path(formats[0]) != _PACKED:
+        return None
+    return ExpertLinear(kept[name].original, form.is_turned, formats[0].quant_state, bias, *adapter)
 
 
 def _is_hooked(module: Any) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    # bitsandbytes' hooks only cache unpacked weights.
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(hook.__module__ != _PACKED[0] for hook in hooks)
 
 
 def _adapter(wrapper: Any) -> tuple[Any, ...] | None:
@@ -145,5 +170,5 @@ def _adapter(wrapper: Any) -> tuple[Any, ...] | None:
 
 def _fits_kernels(layers: Sequence[ExpertLinear], dtype: torch.dtype) -> bool:
     """Return True if torch's grouped products take these sizes: rows of a multiple of 16 bytes."""
-    sizes = [size for layer in layers for size in (*layer.weight.shape[1:], layer.rank)]
+    sizes = [size for layer in layers for size in layer.sizes]
     return not any(size * dtype.itemsize % ALIGNMENT for size in sizes)
