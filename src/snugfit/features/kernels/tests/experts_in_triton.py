@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.features.kernels.decoders.experts import activation, routing
+from snugfit.features.kernels.decoders.experts import activation, grouped_linear, routing
 from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, TANH, Gate
 from snugfit.features.kernels.decoders.experts.routing import Routing
 from snugfit.features.kernels.operations.programs import experts
@@ -30,7 +30,8 @@ def by_kernels(wanted: bool) -> Iterator[None]:
     """Run kernels within this context, or plain torch."""
     with contextlib.ExitStack() as undo:
         for file, names in ((activation, ("gate_experts", "gate_experts_backward")),
-                            (routing, ("combine_experts",))):  # fmt: skip
+                            (routing, ("combine_experts",)),
+                            (grouped_linear, ("add_low_rank_experts",))):  # fmt: skip
             undo.enter_context(patch.object(file, "has_kernel", lambda tensor: wanted))
             for name in names:
                 undo.enter_context(patch.object(file, f"_{name.upper()}", getattr(experts, name)))
@@ -56,6 +57,17 @@ def combined(device: str, dtype: torch.dtype, rows: int, columns: int, weighted:
     return [Routing.start(index, 5).combine(given, weights)]
 
 
+def updated(device: str, dtype: torch.dtype, rows: int, columns: int, rank: int) -> list[torch.Tensor]:
+    """Return rows to which low-rank updates of their experts were added; some experts have no rows."""
+    draw = torch.Generator().manual_seed(0)
+    index = torch.randint(36, (rows, 30), generator=draw).to(device) // 3
+    given = torch.randn(30 * rows, columns, generator=draw).to(device, dtype)
+    left = torch.randn(30 * rows, rank, generator=draw).to(device, dtype)
+    matrices = torch.randn(13, rank, columns, generator=draw).to(device, dtype)
+    grouped_linear.add_low_rank(given, left, matrices, Routing.start(index, 13).ends)
+    return [given]
+
+
 def is_near(got: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
     """Return True if no error exceeds the bound."""
     return bool((got - expected).abs().max() <= bound * max(1.0, float(expected.abs().max())))
@@ -67,6 +79,7 @@ def compare(device: str) -> bool:
     for dtype, (rows, columns) in itertools.product(BOUNDS, SIZES):
         cases = [(f"gate {gate}", gated, gate) for gate in GATES]
         cases += [(f"combine {weighted}", combined, weighted) for weighted in (False, True)]  # type: ignore[list-item]
+        cases += [(f"update {rank}", updated, rank) for rank in (8, 24)]  # type: ignore[list-item]
         for name, run, setting in cases:
             pair = []
             for wanted in (True, False):

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from snugfit.features.kernels.operations.four_bits import unpack_whole
+from snugfit.features.kernels.operations.operators import define, has_kernel
 from snugfit.features.kernels.operations.products import results_are_kept
+
+_ADD_LOW_RANK_EXPERTS = define(
+    "add_low_rank_experts(Tensor(a!) rows, Tensor columns, Tensor matrices, Tensor ends) -> ()", "experts"
+)
 
 ALIGNMENT = 16
 """Bytes by which strides of a grouped product must be divisible (`GroupedMMUtils.h` of torch)."""
@@ -103,7 +108,7 @@ class GroupedLinear(NamedTuple):
             # Selective checkpointing reuses the product, so it must not change.
             product = product.clone()
         if self.up is not None:
-            product.add_(grouped_product(self.columns(rows), self.up, self.ends))
+            add_low_rank(product, self.columns(rows), self.up, self.ends)
         if self.bias is not None and numbers is not None:
             product.add_(self.bias.index_select(0, numbers))
         return product
@@ -123,7 +128,7 @@ class GroupedLinear(NamedTuple):
         """Return the gradient (S, K) of the sorted rows."""
         of_rows = grouped_product(of_product, self.matrices(of_product.dtype), self.ends)
         if slopes is not None and self.down is not None:
-            of_rows.add_(grouped_product(slopes, self.down, self.ends))
+            add_low_rank(of_rows, slopes, self.down, self.ends)
         return of_rows
 
     def gradients(
@@ -154,6 +159,16 @@ class GroupedLinear(NamedTuple):
             turned.view(len(up), -1, len(of_up)).copy_(of_up.permute(1, 2, 0))
             gradients[3] = turned
         return gradients
+
+
+def add_low_rank(
+    rows: torch.Tensor, columns: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor
+) -> None:
+    """Add columns (S, r), each times the matrix (r, N) of its group, to rows (S, N) in place."""
+    if has_kernel(rows):
+        _ADD_LOW_RANK_EXPERTS(rows, columns, matrices, ends)
+    else:
+        rows.add_(grouped_product(columns, matrices, ends))
 
 
 def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,16 @@ it by a `ParamWrapper`, and two parameters of one module by two nested wrappers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, TANH, Gate
 from snugfit.features.kernels.decoders.experts.expert_mlp import expert_mlp
+from snugfit.features.kernels.decoders.experts.forms import FORMS, ExpertsForm
 from snugfit.features.kernels.decoders.experts.grouped_linear import ALIGNMENT, ExpertLinear
 from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
@@ -29,23 +30,6 @@ _PACKED = "bitsandbytes.nn.parametrize", "Bnb4bitParametrization"
 
 _KINDS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": TANH}
 """Supported activations by their class names."""
-
-
-class ExpertsForm(NamedTuple):
-    """Properties in which modules of experts differ."""
-
-    is_turned: bool = False
-    """True if weights are (experts, inputs, outputs)."""
-    has_bias: bool = False
-    is_clamped: bool = False
-    """True if gate and up are clamped, and their columns alternate."""
-
-
-FORMS: Mapping[str, ExpertsForm] = {
-    "mixtral.MixtralExperts": ExpertsForm(),
-    "gpt_oss.GptOssExperts": ExpertsForm(is_turned=True, has_bias=True, is_clamped=True),
-}
-"""Supported modules of experts by file and class; copies under other names have the same form."""
 
 
 def fuse_experts(model: torch.nn.Module) -> list[str]:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 BLOCK = 1024
 """Largest number of elements of a row that a kernel program handles at once (chosen)."""
 
+ROWS, COLUMNS = 64, 128
+"""Largest tile of a low-rank update (chosen)."""
+
 WARPS = 4
-CLAMPED = 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,6 +104,56 @@ def combine_row(  # type: ignore[no-untyped-def]
             value *= tl.load(weights + token * choices + choice).to(tl.float32)
         sums += value
     tl.store(out + token * columns + at, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_low_rank_tile(  # type: ignore[no-untyped-def]
+    rows, columns, matrices, ends, count, width, rank, experts, RANK: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Triton kernel: add columns (count, rank) times the matrix (rank, width) of each row's expert to one
+    tile of sorted rows (count, width).
+    """
+    begin = tl.program_id(0) * ROWS
+    row = begin + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inner = tl.arange(0, RANK)
+    left_mask = (row < count)[:, None] & (inner < rank)[None, :]
+    left = tl.load(columns + row[:, None] * rank + inner[None, :], mask=left_mask, other=0.0)
+    # An expert's number is the number of experts whose rows end before.
+    number = tl.arange(0, EXPERTS)
+    all_ends = tl.load(ends + number, mask=number < experts, other=2147483647)
+    first = tl.sum((all_ends <= begin).to(tl.int32), axis=0)
+    last = tl.sum((all_ends <= tl.minimum(begin + ROWS, count) - 1).to(tl.int32), axis=0)
+    right_mask = (inner < rank)[:, None] & (column < width)[None, :]
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for expert in range(first, last + 1):
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends + expert)
+        inside = (row >= start) & (row < end)
+        at = (expert * rank + inner).to(tl.int64)[:, None] * width + column[None, :]
+        right = tl.load(matrices + at, mask=right_mask, other=0.0)
+        part = tl.where(inside[:, None], left, 0.0).to(left.dtype)
+        sums = tl.dot(part, right, sums, input_precision="ieee")
+    tile = rows + row.to(tl.int64)[:, None] * width + column[None, :]
+    mask = (row < count)[:, None] & (column < width)[None, :]
+    value = tl.load(tile, mask=mask, other=0.0).to(tl.float32) + sums
+    tl.store(tile, value.to(rows.dtype.element_ty), mask=mask)
+
+
+def add_low_rank_experts(
+    rows: torch.Tensor, columns: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor
+) -> None:
+    """Launch the kernel that adds columns (S, r) times each expert's matrix (r, N) to sorted rows (S, N)."""
+    count, width = rows.shape
+    experts, rank, _ = matrices.shape
+    # A product of Triton has at least 16 rows, columns and summands.
+    block = min(COLUMNS, max(16, int(triton.next_power_of_2(width))))
+    add_low_rank_tile[(triton.cdiv(count, ROWS), triton.cdiv(width, block))](
+        rows, columns, matrices, ends, count, width, rank, experts,
+        RANK=max(16, int(triton.next_power_of_2(rank))), EXPERTS=int(triton.next_power_of_2(experts)),
+        ROWS=ROWS, BLOCK=block, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def gate_experts(product: torch.Tensor, kind: int, alpha: float, limit: float, *, out: torch.Tensor) -> None:
