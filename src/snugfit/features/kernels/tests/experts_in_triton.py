@@ -59,6 +59,8 @@ def combined(device: str, dtype: torch.dtype, rows: int, columns: int, weighted:
 
 def updated(device: str, dtype: torch.dtype, rows: int, columns: int, rank: int) -> list[torch.Tensor]:
     """Return rows to which low-rank updates of their experts were added; some experts have no rows."""
+    # torch's grouped product takes aligned rows.
+    columns += -columns % 8
     draw = torch.Generator().manual_seed(0)
     index = torch.randint(36, (rows, 30), generator=draw).to(device) // 3
     given = torch.randn(30 * rows, columns, generator=draw).to(device, dtype)
@@ -79,7 +81,9 @@ def compare(device: str) -> bool:
     for dtype, (rows, columns) in itertools.product(BOUNDS, SIZES):
         cases = [(f"gate {gate}", gated, gate) for gate in GATES]
         cases += [(f"combine {weighted}", combined, weighted) for weighted in (False, True)]  # type: ignore[list-item]
-        cases += [(f"update {rank}", updated, rank) for rank in (8, 24)]  # type: ignore[list-item]
+        # Triton's interpreter multiplies the bits of bfloat16 as integers.
+        if device == "cuda" or dtype is torch.float32:
+            cases += [(f"update {rank}", updated, rank) for rank in (8, 24)]  # type: ignore[list-item]
         for name, run, setting in cases:
             pair = []
             for wanted in (True, False):
