@@ -159,9 +159,6 @@ class Feature:
         """Return bytes of CUDA managed memory, which no allocator counts, that this process has allocated."""
         return 0
 
-    def prepare_single_updates(self, optimizer: Any) -> None:
-        """Prepare an optimizer whose `step` will run on parameter groups of one weight each."""
-
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move a weight's optimizer state, read from a checkpoint, to its memory, such as the host's."""
 

@@ -237,7 +237,7 @@ def adapt(
     inputs = str(getattr(model, "main_input_name", "input_ids"))
     chosen = targets or _pefts_choice(model) or (() if more.get("parameters") else ALL_LINEAR)
     if parameters := more.get("parameters"):
-        more["parameters"] = [*parameters, *_parametrized(model, parameters)]
+        more["parameters"] = [*parameters, *_whole_names(model, parameters)]
     config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, **more))
     try:
         with warnings.catch_warnings():
@@ -254,12 +254,12 @@ def adapt(
         ) from error
 
 
-def _parametrized(model: torch.nn.Module, ends: Sequence[str]) -> Iterator[str]:
+def _whole_names(model: torch.nn.Module, ends: Sequence[str]) -> Iterator[str]:
     """Yield the names of packed parameters with one of these ends: peft finds them by whole names only."""
     for name, module in model.named_modules():
-        for kept in getattr(module, "parametrizations", ()):
-            if any(f".{name}.{kept}".endswith(f".{end}") for end in ends):
-                yield f"{name}.{kept}"
+        for parameter in getattr(module, "parametrizations", ()):
+            if any(f".{name}.{parameter}".endswith(f".{end}") for end in ends):
+                yield f"{name}.{parameter}"
 
 
 def _peft_arguments(

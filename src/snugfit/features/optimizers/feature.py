@@ -64,12 +64,6 @@ class Optimizers(Feature):
 
         return paged_bytes()
 
-    def prepare_single_updates(self, optimizer: Any) -> None:
-        """Resolve bitsandbytes' overrides of embedding tables while all weights are in their groups."""
-        from snugfit.features.optimizers.updates.bitsandbytes_states import resolve_overrides
-
-        resolve_overrides(optimizer)
-
     def place_state(self, optimizer: Any, weight: Any) -> None:
         """Move a weight's restored moments into bitsandbytes' managed memory."""
         from snugfit.features.optimizers.updates.bitsandbytes_states import place_in_pages

@@ -32,13 +32,13 @@ def pack(module: Any, name: str, *, double: bool) -> None:
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
     replace_parameter_4bit(module, name, compress_statistics=double, quant_type="nf4")
-    kept = module.parametrizations[name]
+    packed = module.parametrizations[name]
     # A report and a checkpoint find the scales of a packed weight by these attributes.
-    kept.original.quant_state, kept.original.quant_type = kept[0].quant_state, "nf4"
+    packed.original.quant_state, packed.original.quant_type = packed[0].quant_state, "nf4"
 
 
 def has_packed_experts(module: nn.Module) -> bool:
     """Return True if a module has weights of experts in 4 bits."""
     return any(
-        hasattr(kept.original, "quant_state") for kept in getattr(module, "parametrizations", {}).values()
+        hasattr(packed.original, "quant_state") for packed in getattr(module, "parametrizations", {}).values()
     )

@@ -29,7 +29,6 @@ from snugfit.features.engine.replay.graphs import NotRecorded
 from snugfit.features.engine.replay.step import CapturedStep
 from snugfit.features.engine.updates.hooked_pass import HookedPass
 from snugfit.step.step_runner import StepRunner
-from snugfit.techniques.registry import hooks
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
 if TYPE_CHECKING:
@@ -329,6 +328,20 @@ def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
         from snugfit.features.engine.masters.one_weight import MasterUpdates
 
         return MasterUpdates(optimizer)
-    for prepare in hooks("prepare_single_updates"):
-        prepare(optimizer)
+    _resolve_overrides(optimizer)
     return TorchUpdates(optimizer, model)
+
+
+def _resolve_overrides(optimizer: Any) -> None:
+    """Store each override of an optimizer of bitsandbytes by its weight instead of the weight's position.
+
+    bitsandbytes searches the overridden weights in its first step, and stores their positions in the
+    parameter groups. In a group of one weight, position 0 would give each weight the override of another.
+    """
+    if not hasattr(optimizer, "check_overrides"):
+        return
+    optimizer.check_overrides()
+    optimizer.mng.index2config.clear()
+    # Otherwise the first step would repeat the search.
+    optimizer.to_gpu()
+    optimizer.initialized = True

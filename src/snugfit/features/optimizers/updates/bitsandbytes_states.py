@@ -59,21 +59,6 @@ def keep_embeddings(model: torch.nn.Module, *, bits: int) -> None:
             manager.register_module_override(module, "weight", {"optim_bits": bits})
 
 
-def resolve_overrides(optimizer: Any) -> None:
-    """Store each override of an optimizer of bitsandbytes by its weight instead of the weight's position.
-
-    bitsandbytes searches the overridden weights in its first step, and stores their positions in the
-    parameter groups. In a group of one weight, position 0 would give each weight the override of another.
-    """
-    if not hasattr(optimizer, "check_overrides"):
-        return
-    optimizer.check_overrides()
-    optimizer.mng.index2config.clear()
-    # Otherwise the first step would repeat the search.
-    optimizer.to_gpu()
-    optimizer.initialized = True
-
-
 def place_in_pages(optimizer: Any, weight: torch.Tensor) -> None:
     """Move the restored moments of a weight into managed memory if they were there when saved.
 

@@ -92,8 +92,8 @@ class ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of tokens, weights and parameters, by grouped products."""
-        product, weights, index, order, places, ends, *others = ctx.saved_tensors
-        source, tensors = others[:3], others[3:]
+        product, weights, index, order, places, ends, *inputs = ctx.saved_tensors
+        source, tensors = inputs[:3], inputs[3:]
         routing = Routing(order, places, ends, index.size(1))
         of_wide, of_narrow = ctx.needs_input_grad[7 : 7 + _TENSORS], ctx.needs_input_grad[7 + _TENSORS :]
         wide = GroupedLinear.start(tensors[:_TENSORS], ctx.settings[0], ends, ctx.dtype)
@@ -133,8 +133,8 @@ class ExpertMLP(torch.autograd.Function):
         of_hidden = None
         if ctx.needs_input_grad[0]:
             of_hidden = routing.combine(wide.input_gradient(product, slopes), None).to(ctx.hidden_dtype)
-        others = [None] * (len(ctx.needs_input_grad) - 2 - 2 * _TENSORS)
-        return of_hidden, of_weights.to(weights.dtype), *others, *wide_gradients, *narrow_gradients
+        settings = [None] * (len(ctx.needs_input_grad) - 2 - 2 * _TENSORS)
+        return of_hidden, of_weights.to(weights.dtype), *settings, *wide_gradients, *narrow_gradients
 
 
 def _by_expert(weights: torch.Tensor, index: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:

@@ -125,14 +125,14 @@ def _layers(chain: Sequence[Any], form: ExpertsForm) -> tuple[ExpertLinear, Expe
 
 def _linear(experts: Any, name: str, form: ExpertsForm, adapter: tuple[Any, ...]) -> ExpertLinear | None:
     """Return one linear layer of the experts; None for a weight in an unsupported format."""
-    kept = getattr(experts, "parametrizations", {})
+    packed = getattr(experts, "parametrizations", {})
     bias = getattr(experts, f"{name}_bias") if form.has_bias else None
-    if name not in kept:
+    if name not in packed:
         return ExpertLinear(getattr(experts, name), form.is_turned, None, bias, *adapter)
-    formats = list(kept[name])
+    formats = list(packed[name])
     if len(formats) > 1 or _path(formats[0]) != _PACKED:
         return None
-    return ExpertLinear(kept[name].original, form.is_turned, formats[0].quant_state, bias, *adapter)
+    return ExpertLinear(packed[name].original, form.is_turned, formats[0].quant_state, bias, *adapter)
 
 
 def _is_hooked(module: Any) -> bool:

@@ -98,8 +98,8 @@ def combine_row(  # type: ignore[no-untyped-def]
     mask = at < columns
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in range(choices):
-        place = tl.load(places + token * choices + choice)
-        value = tl.load(rows + place * columns + at, mask=mask, other=0.0).to(tl.float32)
+        position = tl.load(places + token * choices + choice)
+        value = tl.load(rows + position * columns + at, mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * choices + choice).to(tl.float32)
         sums += value
