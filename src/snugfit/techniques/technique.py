@@ -143,6 +143,9 @@ class Technique(ABC):
     discard.
     """
 
+    single_weight_updates: ClassVar[bool] = False
+    """True for an optimizer whose update of a weight reads no other weight or gradient."""
+
     drops_padding: ClassVar[bool] = False
     """True if a step skips the padding of its batches, so that other ways of padding do not help."""
 

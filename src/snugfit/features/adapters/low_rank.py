@@ -236,6 +236,8 @@ def adapt(
     name = type(model).__name__
     inputs = str(getattr(model, "main_input_name", "input_ids"))
     chosen = targets or _pefts_choice(model) or (() if more.get("parameters") else ALL_LINEAR)
+    if parameters := more.get("parameters"):
+        more["parameters"] = [*parameters, *_whole_names(model, parameters)]
     config = LoraConfig(**_peft_arguments(name, inputs=inputs, r=r, targets=chosen, dropout=dropout, **more))
     try:
         with warnings.catch_warnings():
@@ -250,6 +252,14 @@ def adapt(
             f"peft finds nothing to adapt in {name} ({str(error).partition('. ')[0].rstrip('.')}). Name "
             "modules that it has, as in targets=q_proj|v_proj, or write targets=all-linear."
         ) from error
+
+
+def _whole_names(model: torch.nn.Module, ends: Sequence[str]) -> Iterator[str]:
+    """Yield the names of packed parameters with one of these ends: peft finds them by whole names only."""
+    for name, module in model.named_modules():
+        for parameter in getattr(module, "parametrizations", ()):
+            if any(f".{name}.{parameter}".endswith(f".{end}") for end in ends):
+                yield f"{name}.{parameter}"
 
 
 def _peft_arguments(

@@ -6,14 +6,19 @@ takes 12 bytes per element instead of 14, and 6.1 with `adamw_compact`. The tech
 the end of the backward pass or in the update. Such peaks occur with recomputed layers or small batches. If
 activations need most of the memory, the peak comes before the first gradient, and does not fall. Results,
 optimizer states, checkpoints and learning rates are the same as without the technique. Only the time of the
-update differs.
+update differs. Stochastic rounding (`adamw_stochastic`) draws its random numbers in another order.
+
+A weight of `bf16_pure` takes 2 bytes per element with states in managed or host memory (`paged_adamw`,
+`host_adamw`), and 4 with `adamw_8bit`. So the predicted step over all weights of Llama-3.1-8B has 17.5 GiB on
+an RTX 4090 (2 x 2048 tokens).
 
 Clipping by the norm of all gradients needs the norm before the first update. If the job clips, forward and
 backward pass therefore run twice. In the first run each gradient is freed after its squares were added to the
 norm in 32 bits. In the second run each gradient is clipped and updates its weight. Random generators are
-reset between the runs, so that dropout draws the same masks. Such a step takes nearly twice as long, so it is
-for models that do not fit otherwise. Statistics in buffers, such as those of batch normalisation, would count
-the batch twice. A model whose buffers change in the first run is refused.
+reset between the runs, so that dropout draws the same masks. The norm of bfloat16 gradients has 32
+bits, where torch's has 16. Such a step takes nearly twice as long, so it is for models that do not fit
+otherwise. Statistics in buffers, such as those of batch normalisation, would count the batch twice. A model
+whose buffers change in the first run is refused.
 
 A NaN loss still changes no weight. Without clipping, the host reads the loss after the forward pass, and the
 device waits meanwhile. With clipping, the norm reveals a non-finite gradient before the update. Without
@@ -48,7 +53,10 @@ UPDATES_ONE = (
     MASTER_ADAMW.factory.path,
     COMPACT_ADAMW.factory.path,
 )
-"""Import paths of optimizers that can update each weight separately, without access to other weights."""
+"""Import paths of torch's and snugfit's own optimizers that can update each weight separately.
+
+Optimizers of other features declare it in their technique (`single_weight_updates`).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +97,11 @@ class Released(Technique):
             )
         if any(recipe[slot] != roster.plain(slot) for slot in roster.slots_of_several_gpus()):
             yield "gradients that several processes average are kept until then. Try 'all_gradients'."
-        if setup.optimizer_path not in UPDATES_ONE:
+        optimizer = recipe[Slot.OPTIMIZER]
+        if not optimizer.single_weight_updates and setup.optimizer_path not in UPDATES_ONE:
             yield (
-                f"{recipe[Slot.OPTIMIZER]} does not update one weight at a time. Try 'adamw_fused', 'adamw', "
-                "'sgd' or 'adamw_compact'."
+                f"{optimizer} does not update one weight at a time. Try 'adamw_fused', 'adamw', 'sgd', "
+                "'adamw_compact', 'adamw_8bit', 'paged_adamw' or 'adamw_stochastic'."
             )
         if CAPTURE.of(setup) is not None and not keeps_masters(setup):
             yield (

@@ -16,6 +16,9 @@ of them. With `recomputed_mlps` that many layers, from the first, recompute it t
 a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits over
 the logits.
 
+Experts are grouped products over rows sorted by expert, so that no size depends on the routing
+(`decoders/experts/`). Adapters of experts are applied to the rows.
+
 LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`): their updates are added
 in place. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
 for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
@@ -33,6 +36,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.features.kernels.attentions import PADDING_FREE
+from snugfit.features.kernels.decoders.experts.forms import has_experts
 from snugfit.features.kernels.decoders.forms import fused_parts
 from snugfit.features.kernels.fields import FusedWish
 from snugfit.techniques.setting import between
@@ -46,7 +50,10 @@ if TYPE_CHECKING:
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
 """Model types of transformers whose encoder layers `encoders.py` supports; also GPT-2."""
 
-COVERED = f"{', '.join(ENCODERS)}, and decoders with the code of Llama, Qwen, Mistral, Gemma or Phi-3"
+COVERED = (
+    f"{', '.join(ENCODERS)}, decoders with the code of Llama, Qwen, Mistral, Gemma or Phi-3, and experts "
+    "with that of Mixtral or gpt-oss"
+)
 """Models of the technique in messages."""
 
 
@@ -139,7 +146,7 @@ class Fused(Technique):
         else:
             names = [type(one).__module__.rpartition(".modeling_") for one in module.modules()]
             types = {name for folder, _, name in names if folder == f"transformers.models.{name}"}
-        if any(name in ENCODERS or fused_parts(name) for name in types):
+        if any(name in ENCODERS or fused_parts(name) or has_experts(name) for name in types):
             return ""
         name = types.pop() if module is None else type(module).__name__
         return f"fused has no kernels for {name}. It covers {COVERED}."
@@ -164,5 +171,6 @@ def _is_gated(job: Job) -> bool:
     """Return True if the layers of the job's model have gated MLPs; a user's own module is checked later."""
     if job.model.module is not None:
         return True
-    parts = fused_parts(str(job.model.config.get("model_type")))
-    return "MLP" in parts and "Experts" not in parts
+    model_type = str(job.model.config.get("model_type"))
+    parts = fused_parts(model_type)
+    return has_experts(model_type) or ("MLP" in parts and "Experts" not in parts)

@@ -16,6 +16,7 @@ import torch
 from snugfit.errors import RecipeError
 from snugfit.features.kernels import encoders
 from snugfit.features.kernels.decoders import modules as decoders
+from snugfit.features.kernels.decoders.experts.modules import fuse_experts
 from snugfit.features.kernels.head.chunked_loss import LOSS_KERNEL
 from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
@@ -27,8 +28,8 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
     `recomputed_mlps` gated MLPs, from the first, recompute the product of gate and up in the backward pass.
     Raises `RecipeError` for a model without known modules, or without such an MLP.
     """
-    # Both are called, because a model may contain an encoder and a decoder.
-    if not [*encoders.fuse(model), *decoders.fuse(model)]:
+    # All are called, because a model may contain an encoder, a decoder and experts.
+    if not [*encoders.fuse(model), *decoders.fuse(model), *fuse_experts(model)]:
         raise RecipeError(
             f"fused has no kernels for {type(model).__name__}: it knows none of its modules. Try "
             "'torch_kernels'."

@@ -20,6 +20,7 @@ from snugfit.techniques.technique import Fidelity, Technique
 class AdamW4bit(Technique):
     """AdamW with both moments in 4 bits, block by block: an eighth of the state."""
 
+    single_weight_updates: ClassVar = True
     fidelity: ClassVar = Fidelity.LEARNS
     caveat: ClassVar = (
         "the seconds of its update were measured on no GPU: they follow from the bytes it moves. "

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class AdamWStochastic(Technique):
     """AdamW for bfloat16 weights with stochastic rounding, so that small updates are not lost."""
 
+    single_weight_updates: ClassVar = True
     fidelity: ClassVar = Fidelity.ROUNDS
     keeps_small_updates: ClassVar = True
     unplanned: ClassVar = (

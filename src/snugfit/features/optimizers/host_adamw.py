@@ -18,6 +18,7 @@ from snugfit.techniques.technique import Fidelity, Technique
 class HostAdamW(Technique):
     """AdamW with its moments in the host's memory, updated by the CPU."""
 
+    single_weight_updates: ClassVar = True
     fidelity: ClassVar = Fidelity.SAME
     family: ClassVar = "adamw"
     unplanned: ClassVar = "plans leave it out, because it makes no step faster (--keep host_adamw allows it)"

@@ -55,6 +55,7 @@ class BitsandbytesOptimizer(Technique):
 
     needs: ClassVar = ("bitsandbytes>=0.50",)
     extra: ClassVar = "bnb"
+    single_weight_updates: ClassVar = True
 
     def code(self, job: Job) -> tuple[str, ...]:
         """Return Python lines that set the bits of the embeddings' moments; empty if all moments have the

@@ -20,6 +20,9 @@ class QuantizeWish:
     double: bool = True
     """True if the scales of 4-bit weights are quantized too."""
 
+    experts: bool = False
+    """True if the weights of experts have 4 bits too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Wish:

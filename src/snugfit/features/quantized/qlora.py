@@ -4,7 +4,8 @@ bitsandbytes stores each linear layer's weight as 4-bit numbers of NF4, two to a
 of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a weight in all, else 0.5625. Each
 product, forward and backward, dequantizes the whole weight into the dtype of the computation. This temporary
 tensor is as large as the largest layer. Small batches use a kernel without it. Embeddings, normalisations,
-the head and fused experts (`experts.py`) are not quantized.
+the head and fused experts (`experts.py`) are not quantized. `experts=true` quantizes experts too
+(`packed_experts.py`).
 
 With `bits=8` weights are integers with one scale for a row (LLM.int8(), arXiv 2208.07339): 1 byte a weight.
 
@@ -73,12 +74,16 @@ class Qlora(LowRank):
     bits: Literal[4, 8] = 4
     """Bits of a frozen weight."""
 
+    experts: bool = False
+    """True stores the weights of experts in 4 bits too, which bitsandbytes leaves in 16."""
+
     def install(self, setup: Setup) -> Setup:
         """Return the setup with the quantization of weights while the model is built, and with peft's
         adapters.
         """
         return setup.with_fields(
-            quantize=QuantizeWish(bits=self.bits, double=self.double), adapt=self.adapters()
+            quantize=QuantizeWish(bits=self.bits, double=self.double, experts=self.experts),
+            adapt=self.adapters(),
         )
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
@@ -95,6 +100,8 @@ class Qlora(LowRank):
             yield "weights of 8 bits are quantized on the GPU. Leave build_on out, or try bits=4."
         if self.bits == 8 and not recipe[Slot.SHARDING].plain:
             yield f"8-bit weights are not simulated together with {recipe[Slot.SHARDING]}. Try bits=4."
+        if self.experts:
+            yield from self._objections_to_experts(job, recipe)
         yield from super().objections(job, recipe)
         engine, checkpointing = (recipe[slot] for slot in (Slot.ENGINE, Slot.CHECKPOINTING))
         if engine.alone.lowering is not None:
@@ -103,6 +110,18 @@ class Qlora(LowRank):
             yield (
                 f"products with quantized weights are bitsandbytes' own operators, of which {checkpointing} "
                 "keeps nothing. Try 'every_layer', or 'lora'."
+            )
+
+    def _objections_to_experts(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the reasons against experts in 4 bits."""
+        if self.bits == 8:
+            yield "experts=true needs bits=4."
+        if not any("expert" in key for key in job.model.config):
+            yield f"{job.model.name} has no experts. Leave experts out."
+        if recipe[Slot.KERNELS].name != "fused":
+            yield (
+                f"experts of 4 bits are unpacked for each product by 'fused', and {recipe[Slot.KERNELS]} "
+                "would keep them unpacked. Add 'fused'."
             )
 
     @classmethod

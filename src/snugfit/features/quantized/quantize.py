@@ -42,7 +42,7 @@ class QuantizeHandler(Handler):
 
     def model_arguments(self, value: QuantizeWish) -> dict[str, Any]:
         """Return the keyword argument of `instantiate` with which the model is built quantized, in a dict."""
-        return {"construct": partial(QuantizedConstruction, bits=value.bits, double=value.double)}
+        return {"construct": partial(QuantizedConstruction, **vars(value))}
 
     def around_run(self, value: QuantizeWish) -> Context | None:
         """Return a context in which weights are quantized in the order of the current stream's work."""
@@ -60,6 +60,8 @@ class QuantizeHandler(Handler):
         Unquantized weights are loaded in the dtype of the products. With autocast they are cast to fp32
         afterwards.
         """
+        if value.experts:
+            raise context.refusal(self.slot, "transformers has no argument for experts in 4 bits")
         setup = context.setup
         weights = setup.created_dtype(context.job)
         computed = setup.product_dtype(context.job)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.quantized.packed_experts import has_packed_experts, is_of_experts, pack, pack_experts
 from snugfit.job.build import Construction
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class QuantizedConstruction(Construction):
 
     double: bool
     """True if the scales of blocks are quantized too."""
+
+    experts: bool = False
+    """True if the weights of experts are quantized too, by `packed_experts.py`."""
 
     def config(self, model: Any) -> Any:
         """Return the `BitsAndBytesConfig` of transformers that quantizes this model.
@@ -91,7 +95,7 @@ class QuantizedConstruction(Construction):
         model.hf_quantizer = quantizer
         for module in model.modules():
             # transformers would initialize quantized weights as ordinary numbers.
-            module._is_hf_initialized = _is_quantized(module)
+            module._is_hf_initialized = _is_quantized(module) or has_packed_experts(module)
         model.initialize_weights()
         return self.finish(model)
 
@@ -101,17 +105,26 @@ class QuantizedConstruction(Construction):
 
         spread = getattr(model.config.get_text_config(), "initializer_range", SPREAD)
         new: dict[nn.Parameter, nn.Parameter] = {}  # tied weights appear twice
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
+        # Packing the weights of experts adds modules and removes parameters.
+        for module in list(model.modules()):
+            for name, parameter in list(module._parameters.items()):
                 if parameter is None:
+                    continue
+                if self.experts and is_of_experts(module, parameter):
+                    values = torch.empty_like(parameter, device=device)
+                    torch.nn.init.normal_(values, std=spread)
+                    module._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+                    # Only the parameter refers to the values, so that packing frees them.
+                    del values
+                    pack(module, name, double=self.double)
                     continue
                 if parameter not in new and name == "weight" and _is_quantized(module):
                     new[parameter] = self._random_weight(parameter, device, spread)
                 elif parameter not in new:
                     data = torch.empty_like(parameter, device=device)
                     new[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    # Biases of linear layers are zeros in transformers.
-                    if _is_quantized(module):
+                    # Biases of linear layers and of experts are zeros in transformers.
+                    if _is_quantized(module) or has_packed_experts(module):
                         torch.nn.init.zeros_(data)
                 # Both names of a tied weight get the same new parameter.
                 module._parameters[name] = new[parameter]
@@ -141,6 +154,9 @@ class QuantizedConstruction(Construction):
         import torch
 
         vars(model).pop("hf_device_map", None)
+        if self.experts:
+            # Experts that were loaded from a folder.
+            pack_experts(model, double=self.double)
         dtype, computed = getattr(torch, self.dtype), getattr(torch, self.loaded_dtype)
         for parameter in model.parameters():
             # peft casts unquantized weights to fp32 too (`prepare_model_for_kbit_training`).

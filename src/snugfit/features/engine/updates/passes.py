@@ -328,4 +328,20 @@ def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
         from snugfit.features.engine.masters.one_weight import MasterUpdates
 
         return MasterUpdates(optimizer)
+    _resolve_overrides(optimizer)
     return TorchUpdates(optimizer, model)
+
+
+def _resolve_overrides(optimizer: Any) -> None:
+    """Store each override of an optimizer of bitsandbytes by its weight instead of the weight's position.
+
+    bitsandbytes searches the overridden weights in its first step, and stores their positions in the
+    parameter groups. In a group of one weight, position 0 would give each weight the override of another.
+    """
+    if not hasattr(optimizer, "check_overrides"):
+        return
+    optimizer.check_overrides()
+    optimizer.mng.index2config.clear()
+    # Otherwise the first step would repeat the search.
+    optimizer.to_gpu()
+    optimizer.initialized = True

@@ -48,6 +48,12 @@ def parts_of(model_type: str, references: Mapping[str, Iterable[str]]) -> frozen
     return frozenset(parts)
 
 
+def has_copy(model_type: str, part: str, references: Iterable[str]) -> bool:
+    """Return True if a model type's file has a class with this end of its name and a reference's code."""
+    codes = codes_of(_file_of(model_type)).items()
+    return any(name.endswith(part) and _match(code, references) for name, code in codes)
+
+
 def _match(code: str | None, references: Iterable[str]) -> str | None:
     if code is None:
         return None

@@ -32,6 +32,17 @@ def unpack(packed: Sequence[torch.Tensor], states: Sequence[Any], dtype: torch.d
     return joint
 
 
+def unpack_whole(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight of any shape in this dtype, from its packed values and their `QuantState`."""
+    operators: Any = torch.ops.bitsandbytes
+    settings = state.blocksize, state.quant_type, state.shape, dtype
+    if not has_kernel(packed):
+        return operators.dequantize_4bit.default(packed, _scales(state), *settings)  # type: ignore[no-any-return]
+    whole = packed.new_empty(tuple(state.shape), dtype=dtype)
+    operators.dequantize_4bit.out(packed, _scales(state), *settings, out=whole)
+    return whole
+
+
 def _scales(state: Any) -> torch.Tensor:
     """Return the scale of each block in fp32; scales in 8 bits are widened first."""
     if not state.nested:

@@ -1,0 +1,1 @@
+"""Experts of decoders as grouped products, whose sizes do not depend on the routing."""
