@@ -396,3 +396,15 @@ def test_a_fused_model_in_4_bits_is_the_model(family: str, targets: str) -> None
 @pytest.mark.parametrize("recipe", ["qlora(r=4, targets=all-linear) + bf16_pure", "qlora(r=4) + bf16"])
 def test_a_real_step_in_4_bits_allocates_what_its_trace_says(recipe: str) -> None:
     hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
+
+
+def test_an_unpacked_weight_is_written_once() -> None:
+    """bitsandbytes' operator has its result among the arguments, and a simulation does not count it as
+    read."""
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    job = small_job("llama", 1, batch_size=16, sequence_length=128)
+    trace = rehearse(job, Recipe.parse("qlora(r=4) + bf16_pure + fused").setup(), CudaPolicy())
+    moved = {kernel.nbytes for kernel in trace.kernels if kernel.operator == "bitsandbytes::dequantize_4bit"}
+    weight = job.model.config["hidden_size"] * job.model.config["intermediate_size"]
+    # Half a byte a number, 4 bytes for each block of 64, and 2 bytes a number of the result.
+    assert weight // 2 + 4 * weight // 64 + 2 * weight in moved
