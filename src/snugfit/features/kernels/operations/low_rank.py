@@ -52,6 +52,17 @@ class AdapterSpan(NamedTuple):
     drops: int
 
 
+class Factors(NamedTuple):
+    """Two matrices whose product left @ right.T is added to a matrix."""
+
+    left: torch.Tensor  # (T, k)
+    right: torch.Tensor  # (N, k), of any strides
+
+    def product(self) -> torch.Tensor:
+        """Return left @ right.T (T, N), in 32 bits at least."""
+        return _wide_product(self.left, self.right.t())
+
+
 class LowRankUpdate(NamedTuple):
     """The updates of a joint product (T, N) by its adapters, whose ranks have the sum R.
 
@@ -132,6 +143,16 @@ class LowRankUpdate(NamedTuple):
         """Add the updates to the product (T, N) in place."""
         for span, up, part in self._by_adapter():
             product[:, span.start : span.stop].addmm_(part, up.t())
+
+    def factors_of(self, start: int, stop: int) -> Factors | None:
+        """Return the factors of the update of these columns of the product; None if no adapter adds to them.
+
+        The columns belong to one adapter.
+        """
+        for span, up, part in self._by_adapter():
+            if span.start <= start < span.stop:
+                return Factors(part, up[start - span.start : stop - span.start])
+        return None
 
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor:
         """Return the gradient (T, parts * R) of S, dy s B: each part of all adapters in turn."""

@@ -294,8 +294,10 @@ def test_without_a_gpu_its_products_are_predicted() -> None:
     recipes = ("bf16_pure + fused", *(f"{adapters} + bf16_pure{kernels}" for kernels in ("", " + fused")))
     whole, peft, ours = (rehearse(job, Recipe.parse(one).setup(), CudaPolicy()) for one in recipes)
     counts = Counter(kernel.operator for kernel in ours.kernels)
-    # The first layer's input needs no gradient.
-    assert counts["aten::addmm_"] == 3 * (7 + 4) - 1
+    # Gate, up and the gradient of down's input get theirs in the kernels of the activation. The first
+    # layer's input needs no gradient.
+    assert counts["aten::addmm_"] == 3 * (5 + 3) - 1
+    assert counts["triton::gate_adapted"] == counts["triton::gate_adapted_backward"] == 3
     # A and B of seven adapters, S and its gradient.
     assert counts["triton::split_halves"] == 3 * 7 * 4
     products = [
