@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from snugfit.features.kernels.attention import attend
-from snugfit.features.kernels.decoders.forms import CAPPED, FORMS, SLIDING, AttentionForm, LayerForm, MLPForm
+from snugfit.features.kernels.decoders.forms import (
+    CAPPED,
+    FORMS,
+    SINKS,
+    SLIDING,
+    AttentionForm,
+    LayerForm,
+    MLPForm,
+)
 from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.adapted import AdaptedForward, is_adapted, is_packed, projections_of
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
@@ -32,7 +40,7 @@ from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.features.kernels.operations.scaling import Scaling
 from snugfit.step.own_forward import OwnForward
 
-NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
+NAMES = {SLIDING: "sliding_window", CAPPED: "softcap", SINKS: "s_aux"}
 """Name of an attribute's value as an argument of the attention function, by attribute."""
 
 TANH = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
@@ -149,7 +157,7 @@ def _norm(
 def _fuse_attention(module: Any, form: AttentionForm) -> bool:
     projections = projections_of([getattr(module, name) for name in form.layers])
     norms = [_form(norm, "RMSNorm") for norm in (module.q_norm, module.k_norm)] if form.norms_heads else []
-    # The two halves of a head are rotated into each other, so the head size must be even.
+    # Pairs of a head's columns are rotated into each other, so the head size must be even.
     if projections is None or module.head_dim % 2 or {*norms} - {Scaling.ROUNDED, Scaling.FROM_ONE}:
         return False
     # Weights that are adjacent in memory form one matrix, so the three products become one.
@@ -173,13 +181,14 @@ def _attend(
 ) -> tuple[torch.Tensor, Any]:
     """Compute a decoder's attention (B, S, H), with products, norms and rotation by snugfit's kernels."""
     projections = projections_of([getattr(self, name) for name in form.layers])
-    # An adapter may have replaced a layer since the model was built. The kernel rotates whole heads.
-    if projections is None or not _rotates_heads(self, form, position_embeddings):
+    heads = _heads(self, form, position_embeddings)
+    # An adapter may have replaced a layer since the model was built.
+    if projections is None or heads is None:
         return original(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
-    query, key, value = attention_inputs(
-        hidden_states, position_embeddings, _heads(self), projections, _head_norms(self, form)
+    query, key, value, *gates = attention_inputs(
+        hidden_states, position_embeddings, heads, projections, _head_norms(self, form)
     )
     if past_key_values is not None:
         key, value = _append_to_cache(past_key_values, key, value, self.layer_idx)
@@ -191,18 +200,23 @@ def _attend(
         self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
     )
     # Some kernels return a transposed result, while the product needs rows.
-    return _project(self.o_proj, given.contiguous()), scores
+    given = given.contiguous()
+    if gates:
+        given = given * torch.sigmoid(gates[0].transpose(1, 2).reshape(given.shape))
+    return _project(self.o_proj, given), scores
 
 
-def _rotates_heads(module: Any, form: AttentionForm, angles: Any) -> bool:
-    """Return True if an attention module rotates all columns of its heads by these angles."""
-    return bool(getattr(module, form.rotates or "head_dim")) and angles[0].size(-1) == module.head_dim
-
-
-def _heads(module: Any) -> Heads:
-    """Return the numbers of heads of an attention module, and their width."""
-    queries = module.o_proj.in_features // module.head_dim
-    return Heads(queries, queries // module.num_key_value_groups, module.head_dim)
+def _heads(module: Any, form: AttentionForm, angles: Any) -> Heads | None:
+    """Return the heads of an attention module; None if the module does not rotate them by these angles."""
+    if angles is None or not getattr(module, form.rotates or "head_dim"):
+        return None
+    queries, pairs = module.o_proj.in_features // module.head_dim, angles[0].size(-1)
+    pairs = pairs if form.shared_angles else pairs // 2
+    # A head's other columns keep their values.
+    return Heads(
+        queries, queries // module.num_key_value_groups, module.head_dim, pairs, form.interleaved,
+        form.shared_angles, form.gated,
+    )  # fmt: skip
 
 
 def _head_norms(module: Any, form: AttentionForm) -> Norms | None:

@@ -198,10 +198,15 @@ def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield rotations of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and
     without."""
     with patch.object(rotary, "PROGRAMS", 7):
-        kinds = (Heads(2, 2, 8), Heads(4, 1, 6), Heads(3, 3, 64))
+        kinds = (
+            Heads(2, 2, 8, 4), Heads(4, 1, 6, 3), Heads(3, 3, 64, 32), Heads(2, 1, 12, 4),
+            Heads(2, 2, 8, 4, interleaved=True), Heads(4, 2, 10, 3, interleaved=True),
+            Heads(2, 1, 8, 4, shared_angles=True), Heads(3, 1, 12, 4, gated=True),
+        )  # fmt: skip
         for heads, batch, from_one in combined(device, dtype, kinds, (1, 2), (None, False, True)):
-            given = functools.partial(turn, device, dtype, heads, batch, from_one)
-            yield f"rotary {tuple(heads)}, angles of {batch}, from_one={from_one}", given
+            norms = bool(from_one) if heads.gated else from_one
+            given = functools.partial(turn, device, dtype, heads, batch, norms)
+            yield f"rotary {tuple(heads)}, angles of {batch}, from_one={norms}", given
 
 
 def turn(
@@ -211,10 +216,11 @@ def turn(
 
     Keys have other strides than queries.
     """
-    length, (queries, keys, width) = 5, heads
-    product = drawn(device, dtype, 2 * length, (queries + 2 * keys) * width)
+    length, (queries, keys, width, *_) = 5, heads
+    product = drawn(device, dtype, 2 * length, heads.ends[1] + keys * width)
     before = product.clone()
-    cosines, sines = (drawn(device, torch.float32, batch, length, width, seed=seed) for seed in (1, 2))
+    columns = heads.pairs if heads.shared_angles else 2 * heads.pairs
+    cosines, sines = (drawn(device, torch.float32, batch, length, columns, seed=seed) for seed in (1, 2))
     norms = None
     if from_one is not None:
         scales = [drawn(device, dtype, width, seed=seed) for seed in (3, 4)]
@@ -222,10 +228,10 @@ def turn(
     turned = rotary.rotate(product, (cosines, sines), length, heads, norms)
     slopes = [
         drawn(device, dtype, 2, length, count, width, seed=5).transpose(1, 2)
-        for count in (queries, keys, keys)
+        for count in (queries, keys, keys, *([queries] if heads.gated else []))
     ]
     slopes[1] = slopes[1].contiguous()
-    back = rotary.rotate_backward((slopes[0], slopes[1], slopes[2]), (cosines, sines), before, norms)
+    back = rotary.rotate_backward(slopes, (cosines, sines), before, heads, norms)
     return [turned, product, *(one for one in back if one is not None)]
 
 
@@ -325,7 +331,7 @@ def largest_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 # ---- seconds ---------------------------------------------------------------------------------------------
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 4096, 2048, 8192, 128256
-LLAMA = Heads(32, 8, 64)
+LLAMA = Heads(32, 8, 64, 32)
 
 
 def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
@@ -369,7 +375,7 @@ def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
             functools.partial(rotary.rotate, whole, angles, TOKENS // 2, LLAMA, norms),
         )
         slopes = [given(2, TOKENS // 2, count, width).transpose(1, 2) for count in (32, 8, 8)]
-        back = functools.partial(rotary.rotate_backward, tuple(slopes), angles, whole, norms)
+        back = functools.partial(rotary.rotate_backward, slopes, angles, whole, LLAMA, norms)
         yield f"{name}rotate_backward", 2 * whole.nbytes + (moved // 2 if norms else 0), back
 
 
