@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
 """Model types of transformers whose encoder layers `encoders.py` supports; also GPT-2."""
 
-COVERED = f"{', '.join(ENCODERS)}, and decoders with the code of Llama, Qwen, Mistral, Gemma or Phi-3"
+COVERED = f"{', '.join(ENCODERS)}, and decoders with the code of Llama, Qwen, Mistral, Gemma, Phi-3 or GLM-4"
 """Models of the technique in messages."""
 
 
