@@ -48,6 +48,16 @@ class FusedHandler(KernelsHandler):
 
             use_fused(model, value.recomputed_mlps)
 
+    def change(self, value: FusedWish | None, live: LiveTraining) -> Iterator[str]:
+        """Remove snugfit's kernels of an earlier recipe from a model that is being trained, and apply those
+        of this one.
+        """
+        from snugfit.features.kernels.fused_model import remove_fused
+
+        if remove_fused(live.model) and value is None:
+            yield f"kernels are those of {live.technique(self.slot)}"
+        yield from super().change(value, live)
+
     def around_rehearsal(self, value: FusedWish | None, *, on_gpu: bool) -> Context | None:
         """Return a context in which a simulation for a CPU runs plain torch in place of Triton kernels; None
         for a GPU.

@@ -29,7 +29,13 @@ from snugfit.features.kernels.decoders.forms import (
     MLPForm,
 )
 from snugfit.features.kernels.decoders.same_code import same_as
-from snugfit.features.kernels.operations.adapted import AdaptedForward, is_adapted, is_packed, projections_of
+from snugfit.features.kernels.operations.adapted import (
+    AdaptedForward,
+    FusedForward,
+    is_adapted,
+    is_packed,
+    projections_of,
+)
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
 from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
@@ -38,7 +44,6 @@ from snugfit.features.kernels.operations.projections import Projections, lora_li
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.features.kernels.operations.scaling import Scaling
-from snugfit.step.own_forward import OwnForward
 
 NAMES = {SLIDING: "sliding_window", CAPPED: "softcap", SINKS: "s_aux"}
 """Name of an attribute's value as an argument of the attention function, by attribute."""
@@ -111,7 +116,7 @@ def _replace(module: Any, forward: Callable[..., Any], form: Any) -> None:
 
     `forward` takes the module, its form and its own forward pass first.
     """
-    module.forward = OwnForward(partial(_either, forward, form), module)
+    module.forward = FusedForward(partial(_either, forward, form), module)
 
 
 def _either(forward: Callable[..., Any], form: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -24,7 +24,11 @@ VARIANTS = {"DoraLinearVariant": "DoRA"}
 """Names of LoRA's variants in messages, by their class names in peft."""
 
 
-class AdaptedForward(OwnForward):
+class FusedForward(OwnForward):
+    """Forward pass of a module by snugfit's kernels."""
+
+
+class AdaptedForward(FusedForward):
     """Forward pass of a linear layer with adapters by snugfit's kernels."""
 
 

@@ -16,8 +16,11 @@ from safetensors.torch import load_file
 from test_fused_decoders import ids, run, small
 from torch import nn
 
+from fitted import classified, losses_of, model_of, quiet, spoken, trainer_of
 from small_models import small_job
 from small_runs import assert_same_weights, events, killed_in, losses, skip_without_packages, small_run
+from snugfit import fit
+from snugfit.errors import RecipeError
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.adapted import objection, projections_of
 from snugfit.features.kernels.operations.four_bits import unpack
@@ -410,3 +413,63 @@ def test_an_unpacked_weight_is_written_once() -> None:
     weight = job.model.config["hidden_size"] * job.model.config["intermediate_size"]
     # Half a byte a number, 4 bytes for each block of 64, and 2 bytes a number of the result.
     assert weight // 2 + 4 * weight // 64 + 2 * weight in moved
+
+
+# ---- other loops -----------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets a name for each training pass of peft's own code of linear layers."""
+    from peft.tuners.lora.layer import Linear
+
+    passes: list[str] = []
+    own = Linear.forward
+
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self.training:
+            passes.append("peft")
+        return own(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Linear, "forward", forward)
+    return passes
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["lora(4, targets=all-linear) + bf16_pure + every_layer", "bf16"])
+def test_a_trainer_runs_the_kernels_of_adapters(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters are those of the recipe or the user's own, and another recipe removes the kernels."""
+    passes = counted(monkeypatch)
+    runs = []
+    for kernels in ("", " + fused", " + fused(recomputed_mlps=1)"):
+        torch.manual_seed(0)
+        model = model_of("llama") if "lora" in recipe else adapted(model_of("llama"), ALL)
+        trainer = trainer_of(tmp_path / str(len(runs)), model, spoken())
+        if kernels:
+            fit(trainer, "bf16 + fused", watch=quiet)
+        passes.clear()
+        fit(trainer, recipe + kernels, watch=quiet).train()
+        assert bool(passes) is (not kernels)
+        runs.append(losses_of(trainer))
+    for other in runs[1:]:
+        assert other == pytest.approx(runs[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_recipe_without_the_kernels_removes_them(family: str, tmp_path: Path) -> None:
+    data = spoken() if family == "llama" else classified()
+    trainer = trainer_of(tmp_path, model_of(family), data)
+    hooks = [len(one._forward_pre_hooks) for one in trainer.model.modules()]
+    fit(trainer, "fused", watch=quiet)
+    assert any("forward" in vars(one) for one in trainer.model.modules())
+    fit(trainer, "plain", watch=quiet)
+    assert not any("forward" in vars(one) for one in trainer.model.modules())
+    assert [len(one._forward_pre_hooks) for one in trainer.model.modules()] == hooks
+
+
+def test_a_trainer_is_not_recorded(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of("llama"), spoken())
+    with pytest.raises(RecipeError, match="captured: its steps are those of another loop"):
+        fit(trainer, "lora + bf16_pure + captured + fused", watch=quiet)
+    assert not any("forward" in vars(one) for one in trainer.model.modules())
