@@ -154,7 +154,8 @@ def _own_code(job: Job, adapters: Technique) -> str:
         return "adapters of a Conv1D"
     if getattr(adapters, "bits", 4) == 8:
         return "weights of 8 bits"
-    return "DoRA" if getattr(adapters, "dora", False) else ""
+    has_dora, drops = getattr(adapters, "dora", False), getattr(adapters, "dropout", 0.0)
+    return "DoRA with dropout" if has_dora and drops else ""
 
 
 def _is_gated(job: Job) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from snugfit.features.kernels.attention import attend
+from snugfit.features.kernels.decoders.decomposed import decomposed_linear
 from snugfit.features.kernels.decoders.forms import (
     CAPPED,
     FORMS,
@@ -32,6 +33,7 @@ from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.adapted import (
     AdaptedForward,
     FusedForward,
+    decomposed_of,
     is_adapted,
     is_packed,
     projections_of,
@@ -98,17 +100,19 @@ def _form_of(kind: type, part: str) -> Any:
 def _fuse_adapters(model: torch.nn.Module) -> None:
     """Make linear layers with supported adapters single products, for modules that run their own code."""
     for layer in model.modules():
-        if is_adapted(layer) and projections_of([layer]) is not None:
+        if is_adapted(layer) and (decomposed_of(layer) or projections_of([layer]) is not None):
             layer.forward = AdaptedForward(partial(_either, _adapt, None), layer)
 
 
 def _adapt(
     self: Any, form: None, original: Callable[..., Any], x: torch.Tensor, *others: Any, **keywords: Any
 ) -> Any:
-    projections = projections_of([self])
-    if projections is None or others or keywords:
+    decomposed, projections = decomposed_of(self), projections_of([self])
+    if others or keywords:
         return original(x, *others, **keywords)
-    return lora_linear(x, projections)[0]
+    if decomposed is not None:
+        return decomposed_linear(x, *decomposed)
+    return original(x) if projections is None else lora_linear(x, projections)[0]
 
 
 def _replace(module: Any, forward: Callable[..., Any], form: Any) -> None:

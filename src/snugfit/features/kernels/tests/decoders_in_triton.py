@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 
+from snugfit.features.kernels.decoders import decomposed
 from snugfit.features.kernels.operations import (
     column_sums,
     cross_entropy,
@@ -50,6 +51,7 @@ FILES = {
     cross_entropy: ("cross_entropy",),
     low_rank: ("split_halves",),
     dropped_rows: ("dropped_rows",),
+    decomposed: ("scaled_columns",),
 }
 """snugfit's operations, with the files of each one's Triton programs."""
 
@@ -298,12 +300,28 @@ def drop(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch
     return [dropped, into]
 
 
+def scale_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield rows with a factor for each column, with a bias and without."""
+    for rows, columns, has_bias in ((1, 8, True), (9, 1100, False)):
+        given = functools.partial(scale, device, dtype, rows, columns, has_bias)
+        yield f"scaled {rows} x {columns}, bias={has_bias}", given
+
+
+def scale(device: str, dtype: torch.dtype, rows: int, columns: int, has_bias: bool) -> list[torch.Tensor]:
+    """Return the result, and the gradients of the rows and of the factor."""
+    product, of_out = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
+    factor, bias = drawn(device, torch.float32, columns, seed=2), drawn(device, dtype, columns, seed=3)
+    out = decomposed.scale_columns(product, factor, bias if has_bias else None)
+    return [out, *decomposed.scale_columns_backward(of_out, product, factor)]
+
+
 def compare(device: str) -> bool:
     """Print a line for each case, and return True if all are close."""
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     every = (
         norm_cases, gated_cases, adapted_cases, rotary_cases, loss_cases, split_cases, drop_cases,
+        scale_cases,
     )  # fmt: skip
     for (dtype, bound), cases in itertools.product(bounds.items(), every):
         for name, run in cases(device, dtype):

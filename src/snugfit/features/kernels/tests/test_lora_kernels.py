@@ -22,7 +22,7 @@ from small_runs import assert_same_weights, events, killed_in, losses, skip_with
 from snugfit import fit
 from snugfit.errors import RecipeError
 from snugfit.features.kernels.fused_model import use_fused
-from snugfit.features.kernels.operations.adapted import objection, projections_of
+from snugfit.features.kernels.operations.adapted import objection, projections_of, unsupported_settings
 from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.philox import keep_mask, threshold
 from snugfit.features.kernels.operations.projections import lora_linear
@@ -70,7 +70,7 @@ def adapted(model: nn.Module, targets: list[str] | str, r: int = 4, **more: Any)
 
 
 OWN_CODE: dict[str, dict[str, Any]] = {
-    "DoRA": {"use_dora": True},
+    "DoRA with dropout": {"use_dora": True, "lora_dropout": 0.1},
     "lora_bias": {"lora_bias": True},
 }
 
@@ -254,7 +254,7 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
 @pytest.mark.parametrize(
     ("family", "adapters", "why"),
     [
-        ("llama", "lora(dropout=0.1, dora=true)", "DoRA"),
+        ("llama", "lora(dropout=0.1, dora=true)", "DoRA with dropout"),
         ("llama", "qlora(bits=8)", "weights of 8 bits"),
         ("gpt2", "lora", "adapters of a Conv1D"),
     ],
@@ -264,6 +264,45 @@ def test_a_recipe_with_unsupported_adapters_has_a_warning(family: str, adapters:
     lines = Recipe.parse(f"fused + {adapters}").check(job, installed=False)
     assert f"fused: layers with adapters run peft's own code, as there are no kernels for {why}." in lines
     assert not [line for line in Recipe.parse("fused").check(job, installed=False) if "peft" in line]
+
+
+@pytest.mark.parametrize(("family", "targets"), [("llama", ALL), ("qwen2", ["q_proj", "down_proj"])])
+def test_a_fused_model_with_dora_is_the_model(
+    monkeypatch: pytest.MonkeyPatch, family: str, targets: list[str]
+) -> None:
+    """Layers with DoRA are single products, with the magnitude and the bias of queries."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    plain = adapted(small(family), targets, use_dora=True)
+    for name, weight in plain.named_parameters():
+        if "magnitude" in name:
+            nn.init.uniform_(weight, 0.5, 2.0)
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    assert not unsupported_settings(fused)
+    expected = run(plain)
+    monkeypatch.setattr(DoraLinearLayer, "forward", lambda *_, **__: pytest.fail("peft's code ran"))
+    got = run(fused)
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-5, atol=2e-5)
+    for name, gradient in expected[1].items():
+        assert (gradient is None) == (got[1][name] is None), name
+        if gradient is not None:
+            bound = 2e-5 * float(gradient.abs().max())
+            torch.testing.assert_close(got[1][name], gradient, rtol=2e-5, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_dora_in_16_bits_is_nowhere_less_exact_than_peft(autocast: bool) -> None:
+    plain = adapted(small("qwen2") if autocast else small("qwen2").bfloat16(), ALL, use_dora=True)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    use_fused(fused)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own, ours = run(plain)[1], run(fused)[1]
+    expected = {name: one for name, one in run(exact)[1].items() if one is not None}
+    errors = [
+        sum(float((one[name] - true).norm() ** 2) for name, true in expected.items()) for one in (own, ours)
+    ]
+    assert errors[1] < errors[0]
 
 
 def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
@@ -284,6 +323,7 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
     [
         "lora(r=4, targets=all-linear) + bf16_pure",
         "lora(r=4, targets=all-linear, dropout=0.1) + bf16 + every_layer",
+        "lora(r=4, targets=all-linear, dora=true) + bf16_pure",
     ],
 )
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(recipe: str) -> None:
