@@ -1,7 +1,7 @@
 """Linear layers with DoRA: a column of x W^T + s (x A^T) B^T is multiplied by m / n, and then gets its bias.
 
-m is the trained magnitude, and n the norm of the same row of W + s B A, without a gradient (Liu et al., arXiv
-2402.09353, sections 4.1 and 4.3). peft builds B A, as large as the weight. Here the norms follow from
+m is the trained magnitude, and n the norm of the same row of W + s B A, which gets no gradient (Liu et al.,
+arXiv 2402.09353, sections 4.1 and 4.3). peft builds B A, as large as the weight. Here the norms follow from
 
     n^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B
 
@@ -63,7 +63,9 @@ class DecomposedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the result; save the product before its columns are scaled, and what a product saves."""
+        """Return the result; save the product before its columns are scaled, and the tensors of a joint
+        product.
+        """
         rows = x.reshape(-1, x.size(-1)).to(activation_dtype(x))
         product, joint = JointProduct.start(rows, layout, tensors)
         _, _, (down, up) = layout.separate(tensors)
@@ -98,9 +100,10 @@ class DecomposedLinear(torch.autograd.Function):
 
 
 def weight_norms(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the norms (N,) of the rows of W + s B A, in 32 bits at least, from W (N, H), A (r, H), B (N, r).
+    """Return the norms (N,) of the rows of W + s B A, in 32 bits at least.
 
-    A is rounded to the dtype of W for its product with W.
+    `weight` is W (N, H), `down` is A (r, H), and `up` is B (N, r). A is rounded to the dtype of W for the
+    product of both.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     down, up = down.detach(), up.detach().to(wide) * scale

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from snugfit.features.kernels.operations.dropped_rows import add_dropped_rows, drop_rows
+from snugfit.features.kernels.operations.dropped_rows import add_dropped_product, drop_rows
 from snugfit.features.kernels.operations.operators import autocast_device, define, has_kernel
 from snugfit.features.kernels.operations.products import NARROW
 from snugfit.features.kernels.operations.seeds import MAX_SEED
@@ -177,8 +177,8 @@ class LowRankUpdate(NamedTuple):
         parted = slopes.unflatten(1, (self.parts, self.rank)).split(ranks, 2)
         downs = self.down.unflatten(0, (self.parts, self.rank)).split(ranks, 1)
         for site, (span, slope, down) in enumerate(zip(self.spans, parted, downs, strict=True)):
-            share = torch.mm(slope.flatten(1), down.flatten(0, 1))
-            add_dropped_rows(of_rows, share, self.seed, site, span.drops)
+            left, right = slope.flatten(1), down.flatten(0, 1).t()
+            add_dropped_product(of_rows, left, right, self.seed, site, span.drops)
 
     def gradients(
         self,

@@ -287,16 +287,19 @@ def split(device: str, dtype: torch.dtype, rows: int, columns: int, scale: float
 
 def drop_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield dropped rows of less than a block of columns and of more."""
-    for rows, columns in ((5, 20), (3, 1100)):
+    for rows, columns in ((5, 20), (70, 1100)):
         yield f"drop {rows} x {columns}", functools.partial(drop, device, dtype, rows, columns)
 
 
 def drop(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
-    """Return the remaining elements, and their sum with other rows."""
+    """Return the remaining elements, and those of a product added to other rows."""
     seed = torch.tensor([1 << 40 | 5], device=device)
     given, into = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
     dropped = dropped_rows.drop_rows(given, seed, 2, 20_000)
-    dropped_rows.add_dropped_rows(into, given, seed, 2, 20_000)
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    if device == "cuda" or dtype is torch.float32:
+        left, right = drawn(device, dtype, rows, 20, seed=2), drawn(device, dtype, 20, columns, seed=3) / 4
+        dropped_rows.add_dropped_product(into, left, right.t(), seed, 2, 20_000)
     return [dropped, into]
 
 

@@ -166,6 +166,10 @@ def _arguments(product: torch.Tensor, factors: Sequence[torch.Tensor | None]) ->
             matrices += [left, right]
             strides += [left.stride(0), *right.stride()]
             inner.append(left.size(1))
+    return matrices, strides, inner, [inner_block(size) for size in inner]
+
+
+def inner_block(inner: int) -> int:
+    """Return the number of columns of factors with `inner` columns that are multiplied at a time."""
     # A tensor core multiplies at least 16 columns.
-    blocks = [min(MOST_INNER, max(16, int(triton.next_power_of_2(size)))) for size in inner]
-    return matrices, strides, inner, blocks
+    return min(MOST_INNER, max(16, int(triton.next_power_of_2(inner))))
