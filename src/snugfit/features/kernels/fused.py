@@ -16,7 +16,8 @@ a second than recomputing whole layers does. Beside `chunked_loss` a kernel writ
 the logits.
 
 LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`): their updates are added
-in place. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
+in place, or in the kernels of the activation. Frozen weights get no gradients, and the layer's input is not
+copied. Weights of 4 bits are unpacked
 for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
 warning lists the settings (`operations/adapted.py`). So do encoders' layers.
 

@@ -278,9 +278,7 @@ def _only_written(func: Any) -> frozenset[str]:
     """
     schema = func._schema.arguments
     # An attention's backward pass has an `out` too, which it only reads.
-    return frozenset(
-        name for at, name in _arguments_written(func) if schema[at].kwarg_only | (name == "out")
-    )
+    return frozenset(name for at, name in _arguments_written(func) if schema[at].kwarg_only | (name == "out"))
 
 
 @functools.cache

@@ -229,10 +229,10 @@ def _by_pair(angle: torch.Tensor, heads: Heads, wide: torch.dtype) -> tuple[torc
 
     They are equal for all heads.
     """
-    each = angle.to(wide)[:, :, None]
-    left = each[..., : heads.pairs]
+    columns = angle.to(wide)[:, :, None]
+    left = columns[..., : heads.pairs]
     shares = heads.interleaved or heads.shared_angles
-    return left, left if shares else each[..., heads.pairs : 2 * heads.pairs]
+    return left, left if shares else columns[..., heads.pairs : 2 * heads.pairs]
 
 
 def _norm_heads(value: torch.Tensor, norms: Norms, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

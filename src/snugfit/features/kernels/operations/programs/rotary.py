@@ -163,6 +163,21 @@ def copy_heads(  # type: ignore[no-untyped-def]
         tl.store(into + at + HALF, right.to(into.dtype.element_ty), mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def load_columns(of_query, of_key, column, of_queries, of_keys):  # type: ignore[no-untyped-def]
+    """Load these columns of query heads and of key heads, as selected by two masks, in a Triton program."""
+    # For each head, one of the two masks is empty.
+    value = tl.load(of_query + column[None, :], mask=of_queries, other=0.0).to(tl.float32)
+    return value + tl.load(of_key + column[None, :], mask=of_keys, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_columns(into, left, right, left_column, right_column, inside):  # type: ignore[no-untyped-def]
+    """Store the left and the right columns of one row, in a Triton program."""
+    tl.store(into + left_column, left, mask=inside)
+    tl.store(into + right_column, right, mask=inside)
+
+
 @triton.jit(do_not_specialize=("tokens", "length"))  # type: ignore[untyped-decorator]
 def turn_back(  # type: ignore[no-untyped-def]
     of_query, of_key, of_value, of_gate, product, into, cosines, sines, query_scale, key_scale, sums, eps,
@@ -195,12 +210,9 @@ def turn_back(  # type: ignore[no-untyped-def]
             head = first + tl.arange(0, HEADS)[:, None]
             mask = (head < QUERIES + KEYS) & inside[None, :]
             of_queries, of_keys = mask & (head < QUERIES), mask & (head >= QUERIES)
-            row = queries + head * query_head
-            turned = tl.load(row + left_column[None, :], mask=of_queries, other=0.0).to(tl.float32)
-            turned_2 = tl.load(row + right_column[None, :], mask=of_queries, other=0.0).to(tl.float32)
-            row = keys + (head - QUERIES) * key_head
-            turned += tl.load(row + left_column[None, :], mask=of_keys, other=0.0).to(tl.float32)
-            turned_2 += tl.load(row + right_column[None, :], mask=of_keys, other=0.0).to(tl.float32)
+            of_head, of_head_2 = queries + head * query_head, keys + (head - QUERIES) * key_head
+            turned = load_columns(of_head, of_head_2, left_column, of_queries, of_keys)
+            turned_2 = load_columns(of_head, of_head_2, right_column, of_queries, of_keys)
             left = turned * cosine + turned_2 * sine_2
             right = turned_2 * cosine_2 - turned * sine
             start = starts_of(head, QUERIES, HALF, STEP)
@@ -224,10 +236,8 @@ def turn_back(  # type: ignore[no-untyped-def]
             copy_heads(gates, into + token * row_out + 2 * HALF, gate_head, lane, QUERIES, HALF, STEP, HEADS)
     if NORMS:
         of_program = sums + program.to(tl.int64) * (4 * HALF)
-        tl.store(of_program + left_column, query_sum, mask=inside)
-        tl.store(of_program + right_column, query_sum_2, mask=inside)
-        tl.store(of_program + 2 * HALF + left_column, key_sum, mask=inside)
-        tl.store(of_program + 2 * HALF + right_column, key_sum_2, mask=inside)
+        store_columns(of_program, query_sum, query_sum_2, left_column, right_column, inside)
+        store_columns(of_program + 2 * HALF, key_sum, key_sum_2, left_column, right_column, inside)
 
 
 def rotate(
