@@ -102,7 +102,6 @@ HEAVY_THEMSELVES = {
     "features/kernels/operations/programs/dropped_rows.py",
     "features/kernels/operations/products.py",
     "features/kernels/operations/programs/gated.py",
-    "features/kernels/operations/programs/gated_adapted.py",
     "features/kernels/operations/programs/join_slopes.py",
     "features/kernels/operations/programs/rms_norm.py",
     "features/kernels/operations/programs/rotary.py",

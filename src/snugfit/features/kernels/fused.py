@@ -15,9 +15,8 @@ of them. With `recomputed_mlps` that many layers, from the first, recompute it t
 a second than recomputing whole layers does. Beside `chunked_loss` a kernel writes the gradient of logits over
 the logits.
 
-LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`): their updates are added
-in place, or in the kernels of the activation. Frozen weights get no gradients, and the layer's input is not
-copied. Weights of 4 bits are unpacked
+LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`), which are added to their
+updates. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
 for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
 warning lists the settings (`operations/adapted.py`). So do encoders' layers.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from snugfit.features.kernels.operations.low_rank import Factors
 from snugfit.features.kernels.operations.operators import activation_dtype, define, has_kernel
 from snugfit.features.kernels.operations.projections import JointProduct, Layout, Projections
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
@@ -24,17 +23,6 @@ _GATE = define("gate(Tensor product, bool tanh, *, Tensor(a!) out) -> ()", "gate
 _GATE_BACKWARD = define(
     "gate_backward(Tensor(a!) product, Tensor(b!) of_out, bool tanh, bool again) -> ()", "gated"
 )
-_GATE_ADAPTED = define(
-    "gate_adapted(Tensor product, Tensor?[] factors, bool tanh, *, Tensor(a!) out) -> ()", "gated_adapted"
-)
-_GATE_ADAPTED_BACKWARD = define(
-    "gate_adapted_backward(Tensor(a!) product, Tensor(b!) of_out, Tensor?[] factors, bool tanh, bool again) "
-    "-> ()",
-    "gated_adapted",
-)
-
-Pair = tuple[Factors | None, Factors | None]
-"""The type of the factors of the adapters' updates of gate and of up, each (T, k) and (I, k)."""
 
 
 def gated_mlp(
@@ -71,9 +59,8 @@ class GatedMLP(torch.autograd.Function):
         """
         rows = hidden.reshape(-1, hidden.size(-1)).to(activation_dtype(hidden))
         # Gate and up are one product (T, 2 * I).
-        product, wide = JointProduct.start(rows, into, tensors[: into.tensor_count], updates=False)
-        inner = activate(product, tanh, _updates(wide, product))
-        out, narrow = JointProduct.start(inner, back, tensors[into.tensor_count :])
+        product, wide = JointProduct.start(rows, into, tensors[: into.tensor_count])
+        out, narrow = JointProduct.start(activate(product, tanh), back, tensors[into.tensor_count :])
         # The input is needed for gradients of weights, or for computing the product again.
         needs_rows = not keeps or wide.needs_rows(ctx.needs_input_grad[5 : 5 + into.tensor_count])
         *source, ctx.scaling = rows_to_keep(hidden, rows, needs_it=needs_rows)
@@ -97,14 +84,13 @@ class GatedMLP(torch.autograd.Function):
         rows = None
         if product is None:
             rows = rows_again(source, ctx.scaling, ctx.dtype)
-            product = wide.multiply(rows, updates=False)
+            product = wide.multiply(rows)
         output_grad = gradient.reshape(-1, gradient.size(-1)).to(product.dtype)
         slopes = narrow.slopes(output_grad)
-        between, rest = narrow.input_gradient_in_parts(output_grad, slopes)
+        between = narrow.input_gradient(output_grad, slopes)
         # The kernel overwrites the product with the gradients of gate and up. It overwrites `between` with
         # their output, the third product's input, which was not saved.
-        again = narrow.needs_rows(needs_narrow)
-        activate_backward(product, between, ctx.tanh, again=again, updates=_updates(wide, product), rest=rest)
+        activate_backward(product, between, ctx.tanh, again=narrow.needs_rows(needs_narrow))
         of_narrow = narrow.gradients(output_grad, slopes, [between].pop, needs_narrow)
         # `between` is large, and is not needed for the gradients of gate and up.
         del between
@@ -125,88 +111,49 @@ class GatedMLP(torch.autograd.Function):
 # ---- the kernels ----------------------------------------------------------------------------------------
 
 
-def activate(product: torch.Tensor, tanh: bool, updates: Pair = (None, None)) -> torch.Tensor:
-    """Return act(gate) * up (T, I) of rows (T, 2 * I) of gate and up, to which the `updates` are added."""
+def activate(product: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """Return act(gate) * up of rows (T, 2 * I) of gate and up."""
     if not has_kernel(product):
-        return reference(product, tanh, updates)
+        return reference(product, tanh)
     out = product.new_empty((len(product), product.size(1) // 2))
-    if any(updates):
-        _GATE_ADAPTED(product, _flat(*updates), tanh, out=out)
-    else:
-        _GATE(product, tanh, out=out)
+    _GATE(product, tanh, out=out)
     return out
 
 
-def activate_backward(
-    product: torch.Tensor,
-    output_grad: torch.Tensor,
-    tanh: bool,
-    *,
-    again: bool,
-    updates: Pair = (None, None),
-    rest: Factors | None = None,
-) -> None:
+def activate_backward(product: torch.Tensor, output_grad: torch.Tensor, tanh: bool, *, again: bool) -> None:
     """Overwrite the product of gate and up (`rows`) with its own gradient.
 
-    `output_grad` is the gradient (T, I) of `activate`'s output, to which the product of the factors `rest`
-    is added. With `again`, that output overwrites it.
+    `output_grad` is the gradient (T, I) of `activate`'s output. With `again`, that output overwrites it.
     """
-    if not has_kernel(product):
-        reference_backward(product, output_grad, tanh, again, updates, rest)
-    elif any(updates) or rest is not None:
-        _GATE_ADAPTED_BACKWARD(product, output_grad, _flat(*updates, rest), tanh, again)
-    else:
+    if has_kernel(product):
         _GATE_BACKWARD(product, output_grad, tanh, again)
+    else:
+        reference_backward(product, output_grad, tanh, again)
     # The saved product has changed, so autograd must refuse a second backward pass.
     torch.autograd.graph.increment_version(product)
 
 
-def _updates(wide: JointProduct, product: torch.Tensor) -> Pair:
-    """Return the factors of the adapters' updates of gate and of up."""
-    inner = product.size(1) // 2
-    return wide.factors_of(0, inner), wide.factors_of(inner, 2 * inner)
-
-
-def _flat(*factors: Factors | None) -> list[torch.Tensor | None]:
-    """Return both matrices of all factors, or None twice, in turn."""
-    return [matrix for pair in factors for matrix in pair or (None, None)]
-
-
-def reference(product: torch.Tensor, tanh: bool, updates: Pair = (None, None)) -> torch.Tensor:
+def reference(product: torch.Tensor, tanh: bool) -> torch.Tensor:
     """Return act(gate) * up (T, I) of a product (T, 2 * I), in plain torch."""
-    gate, up = map(_sum, product.chunk(2, dim=1), updates)
-    # The activation is rounded first, as by torch's two operators.
-    return (_act(gate, tanh).to(product.dtype) * up).to(product.dtype)
+    gate, up = product.chunk(2, dim=1)
+    return _act(gate, tanh) * up
 
 
-def reference_backward(
-    product: torch.Tensor,
-    output_grad: torch.Tensor,
-    tanh: bool,
-    again: bool,
-    updates: Pair = (None, None),
-    rest: Factors | None = None,
-) -> None:
+def reference_backward(product: torch.Tensor, output_grad: torch.Tensor, tanh: bool, again: bool) -> None:
     """Overwrite the product of gate and up with its gradient, in plain torch (`activate_backward`)."""
     wide = torch.promote_types(product.dtype, torch.float32)
     # Both halves are views, so that writing them overwrites the product.
     gates, ups = product.chunk(2, dim=1)
-    sums = [_sum(*one) for one in ((gates, updates[0]), (ups, updates[1]), (output_grad, rest))]
-    gate, up, slope = (one.to(wide) for one in sums)
+    gate, up, slope = (tensor.to(wide) for tensor in (gates, ups, output_grad))
     with torch.enable_grad():
         leaf = gate.detach().requires_grad_()
         value = _act(leaf, tanh)
     (of_gate,) = torch.autograd.grad(value, leaf, slope * up)
     of_up = slope * value.detach()
     if again:
-        output_grad.copy_(_act(sums[0], tanh).to(product.dtype) * sums[1])
+        output_grad.copy_(_act(gates, tanh) * ups)
     gates.copy_(of_gate)
     ups.copy_(of_up)
-
-
-def _sum(values: torch.Tensor, update: Factors | None) -> torch.Tensor:
-    """Return the values plus the product of the factors, which is not rounded; the values without factors."""
-    return values if update is None else values + update.product()
 
 
 def _act(gate: torch.Tensor, tanh: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.joint_linear import join_weights
-from snugfit.features.kernels.operations.low_rank import Adapter, AdapterSpan, Factors, LowRankUpdate
+from snugfit.features.kernels.operations.low_rank import Adapter, AdapterSpan, LowRankUpdate
 from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.products import results_are_kept, weight_gradient
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
@@ -90,18 +90,14 @@ class JointProduct(NamedTuple):
 
     @classmethod
     def start(
-        cls, rows: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor], *, updates: bool = True
+        cls, rows: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Self]:
-        """Return the product (T, N) in the dtype of the rows, and its backward pass.
-
-        Without `updates` those of the adapters are missing from the product.
-        """
+        """Return the product (T, N) in the dtype of the rows, and its backward pass."""
         weights, biases, factors = layout.separate(tensors)
         matrices = weights if layout.states else [join_weights(weights, rows.dtype)]
         update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
         joint = cls(layout, [tensor.dtype for tensor in tensors], matrices, update)
-        bias = join_weights(biases, rows.dtype) if biases else None
-        return joint.multiply(rows, bias, updates=updates), joint
+        return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
 
     @classmethod
     def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
@@ -126,18 +122,21 @@ class JointProduct(NamedTuple):
         states = self.layout.states
         return unpack(self.weights, states, dtype) if states else self.weights[0]
 
-    def multiply(
-        self, rows: torch.Tensor, bias: torch.Tensor | None = None, *, updates: bool = True
-    ) -> torch.Tensor:
-        """Return the product (T, N) with a joint bias (N,), and with the `updates` of these same rows."""
+    def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
         turned = self.matrix(rows.dtype).t()
+        update, keeps = self.update, results_are_kept()
+        if update is not None and not keeps and update.covers(turned.size(1)):
+            # A product that adds reads the updates while it multiplies. An update that is added afterwards
+            # reads and writes the whole product once more.
+            return update.product(bias).addmm_(rows, turned)
         product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
         # An unpacked matrix is large, and the adapters do not need it.
         del turned
-        if self.update is not None and updates:
+        if update is not None:
             # Selective checkpointing reuses the product, so it must not change.
-            product = product.clone() if results_are_kept() else product
-            self.update.add_to(product)
+            product = product.clone() if keeps else product
+            update.add_to(product)
         return product
 
     def needs_rows(self, needed: Sequence[bool]) -> bool:
@@ -147,31 +146,20 @@ class JointProduct(NamedTuple):
         weights, _, factors = self.layout.separate(needed)
         return any(weights) or any(factors[::2])
 
-    def factors_of(self, start: int, stop: int) -> Factors | None:
-        """Return the factors of the adapters' update of these columns of the product; None without one."""
-        return self.update.factors_of(start, stop) if self.update else None
-
     def slopes(self, of_product: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of S = x A^T from that of the product (T, N); None without adapters."""
         return self.update.slopes(of_product) if self.update else None
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient (T, H) of the rows, without the adapters' share if `slopes` is None."""
-        of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
-        if self.update is not None and slopes is not None:
-            self.update.add_input_gradient(of_rows, slopes)
+        """Return the gradient (T, H) of the rows."""
+        matrix, update = self.matrix(of_product.dtype), self.update
+        if update is None or slopes is None:
+            return torch.mm(of_product, matrix)
+        if update.seed is None:
+            return torch.mm(slopes, update.down).addmm_(of_product, matrix)
+        of_rows = torch.mm(of_product, matrix)
+        update.add_input_gradient(of_rows, slopes, update.seed)
         return of_rows
-
-    def input_gradient_in_parts(
-        self, of_product: torch.Tensor, slopes: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Factors | None]:
-        """Return a part of the gradient (T, H) of the rows, and the factors of the rest; None if there is no
-        rest.
-        """
-        # A mask of dropout is not a product of factors.
-        if self.update is None or slopes is None or self.update.seed is not None:
-            return self.input_gradient(of_product, slopes), None
-        return self.input_gradient(of_product, None), Factors(slopes, self.update.down.t())
 
     def gradients(
         self,

@@ -30,7 +30,6 @@ from snugfit.features.kernels.operations import (
     rms_norm,
     rotary,
 )
-from snugfit.features.kernels.operations.low_rank import Factors
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.features.kernels.operations.scaling import Scaling
 from triton_cases import asks_all
@@ -44,16 +43,16 @@ CUT_OFF = 4
 """Factor on the bound for bfloat16 in Triton's interpreter, which truncates instead of rounding."""
 
 FILES = {
-    rms_norm: ("rms_norm",),
-    rotary: ("rotary",),
-    gated_mlp: ("gated", "gated_adapted"),
-    column_sums: ("column_sums",),
-    cross_entropy: ("cross_entropy",),
-    low_rank: ("split_halves",),
-    dropped_rows: ("dropped_rows",),
-    decomposed: ("scaled_columns",),
+    rms_norm: "rms_norm",
+    rotary: "rotary",
+    gated_mlp: "gated",
+    column_sums: "column_sums",
+    cross_entropy: "cross_entropy",
+    low_rank: "split_halves",
+    dropped_rows: "dropped_rows",
+    decomposed: "scaled_columns",
 }
-"""snugfit's operations, with the files of each one's Triton programs."""
+"""snugfit's operations, with the file of each one's Triton programs."""
 
 USES_KERNELS = [True]
 
@@ -68,7 +67,7 @@ def launch_on_the_cpu() -> None:
 
     The programs are attributes under their own names, as constants or not.
     """
-    for file, programs in ((file, one) for file, every in FILES.items() for one in every):
+    for file, programs in FILES.items():
         there = importlib.import_module(f"snugfit.features.kernels.operations.programs.{programs}")
         for name in list(vars(file)):
             program = getattr(there, name.lower().lstrip("_"), None)
@@ -101,7 +100,7 @@ def combined(device: str, dtype: torch.dtype, *axes: Sequence[Any]) -> Iterator[
     if asks_all(device):
         yield from itertools.product(*axes)
         return
-    for turn in range(max(map(len, axes)) if all(axes) else 0):
+    for turn in range(max(map(len, axes))):
         shift = int(dtype is torch.float32)
         yield tuple(axis[(turn + shift * at) % len(axis)] for at, axis in enumerate(axes))
 
@@ -159,40 +158,6 @@ def gate(
     of_out = drawn(device, dtype, rows, columns, seed=1)
     out = gated_mlp.activate(product, tanh)
     gated_mlp.activate_backward(product, of_out, tanh, again=again)
-    return [out, product, of_out]
-
-
-def adapted_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield gated activations with updates of gate, of up or of the output's gradient."""
-    sizes = ((3, 40), (70, 200))
-    ranks = ((4, 4, 0), (0, 48, 3), (72, 0, 16), (0, 0, 5))
-    # Triton's interpreter multiplies the bits of bfloat16 as integers.
-    sizes = sizes if device == "cuda" or dtype is torch.float32 else ()
-    for (rows, columns), every, again in combined(device, dtype, sizes, ranks, (False, True)):
-        given = functools.partial(gate_with_updates, device, dtype, rows, columns, every, again)
-        yield f"adapted {rows} x {columns}, ranks={every}, again={again}", given
-
-
-def gate_with_updates(
-    device: str, dtype: torch.dtype, rows: int, columns: int, ranks: tuple[int, int, int], again: bool
-) -> list[torch.Tensor]:
-    """Return the result, and the tensors written over the product and over the result's gradient.
-
-    Factors are strided as those of the modules are: S is a slice of columns, and the last factor is A.
-    """
-    product = 2 * drawn(device, dtype, rows, 2 * columns)
-    of_out = drawn(device, dtype, rows, columns, seed=1)
-    factors: list[Factors | None] = []
-    for seed, rank in enumerate(ranks):
-        wide = drawn(device, dtype, rows, rank + 5, seed=2 + seed)
-        right = drawn(device, dtype, columns, rank, seed=5 + seed) / 8
-        right = right.t().contiguous().t() if seed == 2 else right
-        factors.append(Factors(wide[:, 3 : 3 + rank], right) if rank else None)
-    gate_update, up_update, rest = factors
-    out = gated_mlp.activate(product, False, (gate_update, up_update))
-    gated_mlp.activate_backward(
-        product, of_out, False, again=again, updates=(gate_update, up_update), rest=rest
-    )
     return [out, product, of_out]
 
 
@@ -323,7 +288,7 @@ def compare(device: str) -> bool:
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
     every = (
-        norm_cases, gated_cases, adapted_cases, rotary_cases, loss_cases, split_cases, drop_cases,
+        norm_cases, gated_cases, rotary_cases, loss_cases, split_cases, drop_cases,
         scale_cases,
     )  # fmt: skip
     for (dtype, bound), cases in itertools.product(bounds.items(), every):

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from snugfit.features.kernels.operations.programs.add_norm import keep_tile
-from snugfit.features.kernels.operations.programs.gated_adapted import add_update, inner_block
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +18,11 @@ if TYPE_CHECKING:
 BLOCK = 1024
 """Largest number of elements of a row in one kernel program (chosen)."""
 
-TILE = (64, 128)
+TILE = (64, 64)
 """Numbers of rows and columns of a product in one kernel program (chosen)."""
+
+MOST_INNER = 64
+"""Largest number of columns of factors that are multiplied at a time (chosen)."""
 
 
 @triton.jit(do_not_specialize=("site", "drops"))  # type: ignore[untyped-decorator]
@@ -37,6 +39,26 @@ def drop_row(rows, into, seed, columns, site, drops, BLOCK: tl.constexpr):  # ty
     tl.store(into + at, value.to(into.dtype.element_ty), mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def product_tile(  # type: ignore[no-untyped-def]
+    left, right, row, column, rows, columns, left_row, right_row, right_inner,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return a tile (ROWS, COLUMNS) of left @ right.T, whose elements are sums of `INNER` products, in a
+    Triton program.
+    """
+    values = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, INNER, BLOCK):
+        inner = first + tl.arange(0, BLOCK)
+        mask = (row[:, None] < rows) & (inner[None, :] < INNER)
+        one = tl.load(left + row[:, None] * left_row + inner[None, :], mask=mask, other=0.0)
+        mask = (inner[:, None] < INNER) & (column[None, :] < columns)
+        at = column[None, :].to(tl.int64) * right_row + inner[:, None] * right_inner
+        other = tl.load(right + at, mask=mask, other=0.0)
+        values = tl.dot(one, other, acc=values, input_precision="ieee")
+    return values
+
+
 @triton.jit(do_not_specialize=("site", "drops"))  # type: ignore[untyped-decorator]
 def add_tile(  # type: ignore[no-untyped-def]
     into, left, right, seed, rows, columns, left_row, right_row, right_inner, site, drops,
@@ -46,9 +68,9 @@ def add_tile(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     begin = tl.program_id(0) * COLUMNS
     column = begin + tl.arange(0, COLUMNS)
-    product = add_update(
-        tl.zeros((ROWS, COLUMNS), tl.float32), left, right, row, column, rows, columns, left_row, right_row,
-        right_inner, INNER, BLOCK,
+    product = product_tile(
+        left, right, row, column, rows, columns, left_row, right_row, right_inner, INNER, BLOCK, ROWS,
+        COLUMNS,
     )  # fmt: skip
     keep = keep_tile(seed, site, row, columns, drops, ROWS, COLUMNS, begin)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -73,7 +95,9 @@ def add_dropped_product(
 ) -> None:
     """Launch the kernel that adds the remaining elements of left @ right.T, (T, k) and (H, k), to `into`."""
     (rows, columns), inner = into.shape, left.size(1)
+    # A tensor core multiplies at least 16 columns.
+    block = min(MOST_INNER, max(16, int(triton.next_power_of_2(inner))))
     add_tile[(triton.cdiv(columns, TILE[1]), triton.cdiv(rows, TILE[0]))](
         into, left, right, seed, rows, columns, left.stride(0), *right.stride(), site, drops, INNER=inner,
-        BLOCK=inner_block(inner), ROWS=TILE[0], COLUMNS=TILE[1], num_warps=8,
+        BLOCK=block, ROWS=TILE[0], COLUMNS=TILE[1], num_warps=4,
     )  # fmt: skip

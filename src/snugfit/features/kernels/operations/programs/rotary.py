@@ -163,7 +163,7 @@ def copy_heads(  # type: ignore[no-untyped-def]
         tl.store(into + at + HALF, right.to(into.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def load_columns(of_query, of_key, column, of_queries, of_keys):  # type: ignore[no-untyped-def]
     """Load these columns of query heads and of key heads, as selected by two masks, in a Triton program."""
     # For each head, one of the two masks is empty.
@@ -171,7 +171,7 @@ def load_columns(of_query, of_key, column, of_queries, of_keys):  # type: ignore
     return value + tl.load(of_key + column[None, :], mask=of_keys, other=0.0).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def store_columns(into, left, right, left_column, right_column, inside):  # type: ignore[no-untyped-def]
     """Store the left and the right columns of one row, in a Triton program."""
     tl.store(into + left_column, left, mask=inside)
