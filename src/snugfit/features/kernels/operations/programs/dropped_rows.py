@@ -21,6 +21,8 @@ BLOCK = 1024
 TILE = (64, 64)
 """Numbers of rows and columns of a product in one kernel program (chosen)."""
 
+WARPS = 4
+
 MOST_INNER = 64
 """Largest number of columns of factors that are multiplied at a time (chosen)."""
 
@@ -99,5 +101,5 @@ def add_dropped_product(
     block = min(MOST_INNER, max(16, int(triton.next_power_of_2(inner))))
     add_tile[(triton.cdiv(columns, TILE[1]), triton.cdiv(rows, TILE[0]))](
         into, left, right, seed, rows, columns, left.stride(0), *right.stride(), site, drops, INNER=inner,
-        BLOCK=block, ROWS=TILE[0], COLUMNS=TILE[1], num_warps=4,
+        BLOCK=block, ROWS=TILE[0], COLUMNS=TILE[1], num_warps=WARPS,
     )  # fmt: skip
