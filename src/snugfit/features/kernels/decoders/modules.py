@@ -165,7 +165,11 @@ def _norm(
 
 def _fuse_attention(module: Any, form: AttentionForm) -> bool:
     projections = projections_of([getattr(module, name) for name in form.layers])
-    norms = [_form(norm, "RMSNorm") for norm in (module.q_norm, module.k_norm)] if form.norms_heads else []
+    norms = (
+        [_form(norm, "RMSNorm") for norm in (module.q_norm, module.k_norm)]
+        if _norms_heads(module, form)
+        else []
+    )
     # Pairs of a head's columns are rotated into each other, so the head size must be even.
     if projections is None or module.head_dim % 2 or {*norms} - {Scaling.ROUNDED, Scaling.FROM_ONE}:
         return False
@@ -212,7 +216,10 @@ def _attend(
     given = given.contiguous()
     if gates:
         given = given * torch.sigmoid(gates[0].transpose(1, 2).reshape(given.shape))
-    return _project(self.o_proj, given), scores
+    output = _project(self.o_proj, given)
+    if form.dropout:
+        output = torch.nn.functional.dropout(output, getattr(self, form.dropout), self.training)
+    return output, scores
 
 
 def _heads(module: Any, form: AttentionForm, angles: Any) -> Heads | None:
@@ -228,9 +235,14 @@ def _heads(module: Any, form: AttentionForm, angles: Any) -> Heads | None:
     )  # fmt: skip
 
 
+def _norms_heads(module: Any, form: AttentionForm) -> bool:
+    """Return True if an attention module norms queries and keys of each head. GLM-4.5 leaves it open."""
+    return form.norms_heads and hasattr(module, "q_norm")
+
+
 def _head_norms(module: Any, form: AttentionForm) -> Norms | None:
     """Return the norms of queries and keys, which Qwen3 and Gemma 3 have for each head."""
-    if not form.norms_heads:
+    if not _norms_heads(module, form):
         return None
     from_one = _form(module.q_norm, "RMSNorm") == Scaling.FROM_ONE
     return Norms(module.q_norm.weight, module.k_norm.weight, _eps(module.q_norm), from_one)

@@ -69,7 +69,18 @@ IN_PARTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "helium": ({}, {"Attention", "MLP"}),
     "olmo2": ({}, {"MLP", "DecoderLayer", "RMSNorm"}),
     "olmo3": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
-    "exaone4": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "exaone4": (
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        {"Attention", "MLP", "DecoderLayer", "RMSNorm"},
+    ),
+    "seed_oss": (
+        {"residual_dropout": 0.0, "attention_dropout": 0.0}, {"Attention", "DecoderLayer", "RMSNorm"}
+    ),
+    "starcoder2": ({"residual_dropout": 0.0, "attention_dropout": 0.0}, {"Attention"}),
+    "glm4_moe": (
+        {**EXPERTS, **PARTIAL, "use_qk_norm": True, "first_k_dense_replace": 2},
+        {"Attention", "MLP", "DecoderLayer", "RMSNorm"},
+    ),
     "gemma4_text": (
         {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}, {"MLP", "RMSNorm"}
     ),
@@ -154,6 +165,20 @@ def test_a_head_s_norm_of_other_code_stays() -> None:
     use_fused(fused)
     assert not any("forward" in vars(layer.self_attn) for layer in fused.model.layers)
     hold(plain, fused, 2e-5)
+
+
+def test_an_attention_s_own_dropout_drops_the_same_elements() -> None:
+    plain = small("seed_oss")
+    for layer in plain.model.layers:
+        layer.self_attn.residual_dropout = 0.3
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    results = []
+    for model in (plain, fused, fused.eval()):
+        torch.manual_seed(5)
+        results.append(run(model)[0])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
+    assert not torch.allclose(results[1], results[2], atol=1e-3)
 
 
 def hold_errors(plain: Any, *, autocast: bool) -> None:
