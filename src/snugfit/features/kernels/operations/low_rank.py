@@ -1,7 +1,7 @@
 """Low-rank updates of linear layers: y = x W^T + s (x A^T) B^T, added to the product with the frozen weight.
 
 A is (r, H) and B is (N, r); Hu et al., arXiv 2106.09685, section 4.1. Layers of one input share one product
-with all their A. Where each of them has an adapter, the updates are computed first, and the joint product is
+with all their A. If each of them has an adapter, the updates are computed first, and the joint product is
 added to them. An update of some columns is added afterwards. Either way no tensor of the product's size
 exists beside it. The scale s is folded into B before B is rounded.
 
