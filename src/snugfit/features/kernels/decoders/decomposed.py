@@ -1,7 +1,7 @@
 """Linear layers with DoRA: a column of x W^T + s (x A^T) B^T is multiplied by m / n, and then gets its bias.
 
 m is the trained magnitude, and n the norm of the same row of W + s B A, without a gradient. Source: Liu et
-al., arXiv 2402.09353, sections 4.1 and 4.3. peft builds B A, as large as the weight. Here the norms follow from
+al., arXiv 2402.09353, sections 4.1 and 4.3. peft builds B A, as large as the weight. Here n follows from
 
     n^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B
 
