@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from snugfit.features.kernels.attention import attend, without_mask
+from snugfit.features.kernels.operations.adapted import FusedForward
 from snugfit.features.kernels.operations.add_norm import add_norm
 from snugfit.features.kernels.operations.bias_gelu import bias_gelu
 from snugfit.features.kernels.operations.joint_linear import is_plain, joint_linear, lay_side_by_side
 from snugfit.features.kernels.operations.seeds import Seeds, checkpoint_around
-from snugfit.step.own_forward import OwnForward
 
 SITE = "fused_site"
 """Name of the attribute that holds a module's `Site`, which gives each dropout call its seed."""
@@ -90,7 +90,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
             lay_side_by_side([layer.weight for layer in layers])
             if layers[0].bias is not None:
                 lay_side_by_side([layer.bias for layer in layers])
-        module.forward = OwnForward(patch.forward, module)
+        module.forward = FusedForward(patch.forward, module)
     return list(changed)
 
 

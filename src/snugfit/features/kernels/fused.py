@@ -19,8 +19,8 @@ the logits.
 Experts are grouped products over rows sorted by expert, so that no size depends on the routing
 (`decoders/experts/`). Adapters of experts are applied to the rows.
 
-LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`): their updates are added
-in place. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
+LoRA adapters of decoders are part of the joint products (`operations/low_rank.py`), which are added to their
+updates. Frozen weights get no gradients, and the layer's input is not copied. Weights of 4 bits are unpacked
 for each product (`operations/four_bits.py`). Layers with unsupported settings of peft run its own code, and a
 warning lists the settings (`operations/adapted.py`). So do encoders' layers.
 
@@ -51,8 +51,8 @@ ENCODERS = ("bert", "distilbert", "electra", "gpt2", "roberta", "vit")
 """Model types of transformers whose encoder layers `encoders.py` supports; also GPT-2."""
 
 COVERED = (
-    f"{', '.join(ENCODERS)}, decoders with the code of Llama, Qwen, Mistral, Gemma or Phi-3, and experts "
-    "with that of Mixtral or gpt-oss"
+    f"{', '.join(ENCODERS)}, decoders with the code of Llama, Qwen, Mistral, Gemma, Phi-3 or GLM-4, and "
+    "experts with that of Mixtral or gpt-oss"
 )
 """Models of the technique in messages."""
 
@@ -164,7 +164,8 @@ def _own_code(job: Job, adapters: Technique) -> str:
         return "adapters of a Conv1D"
     if getattr(adapters, "bits", 4) == 8:
         return "weights of 8 bits"
-    return "DoRA" if getattr(adapters, "dora", False) else ""
+    has_dora, drops = getattr(adapters, "dora", False), getattr(adapters, "dropout", 0.0)
+    return "DoRA with dropout" if has_dora and drops else ""
 
 
 def _is_gated(job: Job) -> bool:

@@ -15,9 +15,11 @@ import torch
 
 from snugfit.errors import RecipeError
 from snugfit.features.kernels import encoders
+from snugfit.features.kernels.attention import without_mask
 from snugfit.features.kernels.decoders import modules as decoders
 from snugfit.features.kernels.decoders.experts.modules import fuse_experts
 from snugfit.features.kernels.head.chunked_loss import LOSS_KERNEL
+from snugfit.features.kernels.operations.adapted import FusedForward
 from snugfit.features.kernels.operations.cross_entropy import CrossEntropyKernel
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
 
@@ -41,6 +43,24 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
     if head is not None:
         # Some models have no head. Only the chunked loss reads this attribute.
         setattr(head, LOSS_KERNEL, CrossEntropyKernel())
+
+
+def remove_fused(model: torch.nn.Module) -> bool:
+    """Give the model's modules their own forward passes again. Return True if any had snugfit's.
+
+    Weights that are adjacent in memory stay so, which changes no result.
+    """
+    removed = False
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), FusedForward):
+            del module.forward
+            removed = True
+        for name in (encoders.SITE, RECOMPUTES, LOSS_KERNEL):
+            vars(module).pop(name, None)
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if hook is without_mask:
+                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+    return removed
 
 
 def _recompute_mlps(model: torch.nn.Module, count: int) -> None:

@@ -41,6 +41,12 @@ class FusedHandler(KernelsHandler):
 
         use_fused(model, value.recomputed_mlps)
 
+    def undo(self, live: LiveTraining) -> None:
+        """Remove snugfit's kernels from a model in training."""
+        from snugfit.features.kernels.fused_model import remove_fused
+
+        remove_fused(live.model)
+
     def around_rehearsal(self, value: FusedWish, *, on_gpu: bool) -> Context | None:
         """Return a context in which a simulation for a CPU runs plain torch in place of Triton kernels; None
         for a GPU.

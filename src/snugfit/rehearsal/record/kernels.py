@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,7 +131,8 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if func.is_view or func._schema.name in _NO_KERNEL:
         return None
     only_written = _only_written(func)
-    inputs = list(tensors_in((args, tuple(kwargs[name] for name in kwargs if name not in only_written))))
+    named = dict(zip(_argument_names(func), args, strict=False)) | kwargs
+    inputs = list(tensors_in([value for name, value in named.items() if name not in only_written]))
     outputs = list(tensors_in(out))
     if not any(tensor.device.type == "meta" for tensor in (*inputs, *outputs)):
         return None
@@ -271,11 +273,18 @@ def _tensors_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @functools.cache
 def _only_written(func: Any) -> frozenset[str]:
-    """Return the names of keyword-only arguments that the operator writes but does not read: `out`, and those
-    of snugfit's kernels."""
+    """Return the names of arguments that the operator writes but does not read: keyword-only ones, and `out`
+    at any position, as of bitsandbytes' operators.
+    """
     schema = func._schema.arguments
-    written = {schema[at].name for at, _ in _arguments_written(func) if schema[at].kwarg_only}
-    return frozenset(written | {"out"})
+    # An attention's backward pass has an `out` too, which it only reads.
+    return frozenset(name for at, name in _arguments_written(func) if schema[at].kwarg_only | (name == "out"))
+
+
+@functools.cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    """Return the names of the operator's arguments, in the order of its schema."""
+    return tuple(map(attrgetter("name"), func._schema.arguments))
 
 
 @functools.cache

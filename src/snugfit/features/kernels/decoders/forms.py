@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from snugfit.features.kernels.decoders.same_code import parts_of
 from snugfit.features.kernels.operations.scaling import Scaling
 
-SLIDING, CAPPED = "sliding_window", "attn_logit_softcapping"
+SLIDING, CAPPED, SINKS = "sliding_window", "attn_logit_softcapping", "sinks"
 
 THREE = ("q_proj", "k_proj", "v_proj")
 
@@ -26,7 +26,15 @@ class AttentionForm(NamedTuple):
     rotates: str = ""
     """Name of the attribute that is true in layers with rotation; empty if all layers rotate."""
     norms_heads: bool = False
-    """True if queries and keys of each head are normed before the rotation."""
+    """True if queries and keys of each head are normed before the rotation, in modules with such norms."""
+    interleaved: bool = False
+    """True if neighbouring columns of a head are rotated into each other, and not its halves."""
+    shared_angles: bool = False
+    """True if the rotary angles have one column for two columns of a head."""
+    gated: bool = False
+    """True if a gate follows each query head, whose sigmoid multiplies the head's output."""
+    dropout: str = ""
+    """Name of the attribute with the probability that an element of the output is dropped; empty without."""
 
 
 class MLPForm(NamedTuple):
@@ -59,6 +67,18 @@ ATTENTIONS: Mapping[str, AttentionForm] = {
     "gemma3.Gemma3Attention": AttentionForm((SLIDING,), norms_heads=True),
     "phi3.Phi3Attention": AttentionForm((SLIDING,), ("qkv_proj",)),
     "smollm3.SmolLM3Attention": AttentionForm((SLIDING,), rotates="use_rope"),
+    "glm4.Glm4Attention": AttentionForm(interleaved=True),
+    "helium.HeliumAttention": AttentionForm(interleaved=True),
+    "ernie4_5.Ernie4_5Attention": AttentionForm(interleaved=True),
+    "nemotron.NemotronAttention": AttentionForm(),
+    "apertus.ApertusAttention": AttentionForm(norms_heads=True),
+    "qwen3_5.Qwen3_5Attention": AttentionForm(norms_heads=True, gated=True),
+    "gpt_oss.GptOssAttention": AttentionForm((SLIDING, SINKS), shared_angles=True),
+    "granite_swa.GraniteSWAAttention": AttentionForm((SLIDING, SINKS)),
+    "exaone4.Exaone4Attention": AttentionForm((SLIDING,), rotates="is_sliding", norms_heads=True),
+    "glm4_moe.Glm4MoeAttention": AttentionForm(norms_heads=True),
+    "seed_oss.SeedOssAttention": AttentionForm(dropout="residual_dropout"),
+    "starcoder2.Starcoder2Attention": AttentionForm((SLIDING,), dropout="residual_dropout"),
 }
 """Supported attention modules of transformers by file and class."""
 

@@ -19,9 +19,25 @@ from typing import Any
 import torch
 
 from snugfit.features.kernels.attention import attend
-from snugfit.features.kernels.decoders.forms import CAPPED, FORMS, SLIDING, AttentionForm, LayerForm, MLPForm
+from snugfit.features.kernels.decoders.decomposed import decomposed_linear
+from snugfit.features.kernels.decoders.forms import (
+    CAPPED,
+    FORMS,
+    SINKS,
+    SLIDING,
+    AttentionForm,
+    LayerForm,
+    MLPForm,
+)
 from snugfit.features.kernels.decoders.same_code import same_as
-from snugfit.features.kernels.operations.adapted import AdaptedForward, is_adapted, is_packed, projections_of
+from snugfit.features.kernels.operations.adapted import (
+    AdaptedForward,
+    FusedForward,
+    decomposed_of,
+    is_adapted,
+    is_packed,
+    projections_of,
+)
 from snugfit.features.kernels.operations.attention_inputs import attention_inputs
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES, gated_mlp
 from snugfit.features.kernels.operations.joint_linear import lay_side_by_side
@@ -30,9 +46,8 @@ from snugfit.features.kernels.operations.projections import Projections, lora_li
 from snugfit.features.kernels.operations.rms_norm import add_rms_norm
 from snugfit.features.kernels.operations.rotary import Heads, Norms
 from snugfit.features.kernels.operations.scaling import Scaling
-from snugfit.step.own_forward import OwnForward
 
-NAMES = {SLIDING: "sliding_window", CAPPED: "softcap"}
+NAMES = {SLIDING: "sliding_window", CAPPED: "softcap", SINKS: "s_aux"}
 """Name of an attribute's value as an argument of the attention function, by attribute."""
 
 TANH = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
@@ -85,17 +100,19 @@ def _form_of(kind: type, part: str) -> Any:
 def _fuse_adapters(model: torch.nn.Module) -> None:
     """Make linear layers with supported adapters single products, for modules that run their own code."""
     for layer in model.modules():
-        if is_adapted(layer) and projections_of([layer]) is not None:
+        if is_adapted(layer) and (decomposed_of(layer) or projections_of([layer]) is not None):
             layer.forward = AdaptedForward(partial(_either, _adapt, None), layer)
 
 
 def _adapt(
     self: Any, form: None, original: Callable[..., Any], x: torch.Tensor, *others: Any, **keywords: Any
 ) -> Any:
-    projections = projections_of([self])
-    if projections is None or others or keywords:
+    decomposed, projections = decomposed_of(self), projections_of([self])
+    if others or keywords:
         return original(x, *others, **keywords)
-    return lora_linear(x, projections)[0]
+    if decomposed is not None:
+        return decomposed_linear(x, *decomposed)
+    return original(x) if projections is None else lora_linear(x, projections)[0]
 
 
 def _replace(module: Any, forward: Callable[..., Any], form: Any) -> None:
@@ -103,7 +120,7 @@ def _replace(module: Any, forward: Callable[..., Any], form: Any) -> None:
 
     `forward` takes the module, its form and its own forward pass first.
     """
-    module.forward = OwnForward(partial(_either, forward, form), module)
+    module.forward = FusedForward(partial(_either, forward, form), module)
 
 
 def _either(forward: Callable[..., Any], form: Any, module: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -148,8 +165,12 @@ def _norm(
 
 def _fuse_attention(module: Any, form: AttentionForm) -> bool:
     projections = projections_of([getattr(module, name) for name in form.layers])
-    norms = [_form(norm, "RMSNorm") for norm in (module.q_norm, module.k_norm)] if form.norms_heads else []
-    # The two halves of a head are rotated into each other, so the head size must be even.
+    norms = (
+        [_form(norm, "RMSNorm") for norm in (module.q_norm, module.k_norm)]
+        if _norms_heads(module, form)
+        else []
+    )
+    # Pairs of a head's columns are rotated into each other, so the head size must be even.
     if projections is None or module.head_dim % 2 or {*norms} - {Scaling.ROUNDED, Scaling.FROM_ONE}:
         return False
     # Weights that are adjacent in memory form one matrix, so the three products become one.
@@ -173,13 +194,14 @@ def _attend(
 ) -> tuple[torch.Tensor, Any]:
     """Compute a decoder's attention (B, S, H), with products, norms and rotation by snugfit's kernels."""
     projections = projections_of([getattr(self, name) for name in form.layers])
-    # An adapter may have replaced a layer since the model was built. The kernel rotates whole heads.
-    if projections is None or not _rotates_heads(self, form, position_embeddings):
+    heads = _heads(self, form, position_embeddings)
+    # An adapter may have replaced a layer since the model was built.
+    if projections is None or heads is None:
         return original(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )
-    query, key, value = attention_inputs(
-        hidden_states, position_embeddings, _heads(self), projections, _head_norms(self, form)
+    query, key, value, *gates = attention_inputs(
+        hidden_states, position_embeddings, heads, projections, _head_norms(self, form)
     )
     if past_key_values is not None:
         key, value = _append_to_cache(past_key_values, key, value, self.layer_idx)
@@ -191,23 +213,36 @@ def _attend(
         self, (query, key, value), attention_mask, self.attention_dropout, self.scaling, options
     )
     # Some kernels return a transposed result, while the product needs rows.
-    return _project(self.o_proj, given.contiguous()), scores
+    given = given.contiguous()
+    if gates:
+        given = given * torch.sigmoid(gates[0].transpose(1, 2).reshape(given.shape))
+    output = _project(self.o_proj, given)
+    if form.dropout:
+        output = torch.nn.functional.dropout(output, getattr(self, form.dropout), self.training)
+    return output, scores
 
 
-def _rotates_heads(module: Any, form: AttentionForm, angles: Any) -> bool:
-    """Return True if an attention module rotates all columns of its heads by these angles."""
-    return bool(getattr(module, form.rotates or "head_dim")) and angles[0].size(-1) == module.head_dim
+def _heads(module: Any, form: AttentionForm, angles: Any) -> Heads | None:
+    """Return the heads of an attention module; None if the module does not rotate them by these angles."""
+    if angles is None or not getattr(module, form.rotates or "head_dim"):
+        return None
+    queries, pairs = module.o_proj.in_features // module.head_dim, angles[0].size(-1)
+    pairs = pairs if form.shared_angles else pairs // 2
+    # A head's other columns keep their values.
+    return Heads(
+        queries, queries // module.num_key_value_groups, module.head_dim, pairs, form.interleaved,
+        form.shared_angles, form.gated,
+    )  # fmt: skip
 
 
-def _heads(module: Any) -> Heads:
-    """Return the numbers of heads of an attention module, and their width."""
-    queries = module.o_proj.in_features // module.head_dim
-    return Heads(queries, queries // module.num_key_value_groups, module.head_dim)
+def _norms_heads(module: Any, form: AttentionForm) -> bool:
+    """Return True if an attention module norms queries and keys of each head. GLM-4.5 leaves it open."""
+    return form.norms_heads and hasattr(module, "q_norm")
 
 
 def _head_norms(module: Any, form: AttentionForm) -> Norms | None:
     """Return the norms of queries and keys, which Qwen3 and Gemma 3 have for each head."""
-    if not form.norms_heads:
+    if not _norms_heads(module, form):
         return None
     from_one = _form(module.q_norm, "RMSNorm") == Scaling.FROM_ONE
     return Norms(module.q_norm.weight, module.k_norm.weight, _eps(module.q_norm), from_one)

@@ -20,11 +20,18 @@ _FOUR_BITS = "bitsandbytes.nn.modules", "Linear4bit"
 """Module and name of bitsandbytes' class for 4-bit linear layers."""
 
 
-VARIANTS = {"DoraLinearVariant": "DoRA"}
+DORA = "DoRA"
+"""Name in messages of adapters that joint products do not support, and `decomposed_of` does."""
+
+VARIANTS = {"DoraLinearVariant": DORA}
 """Names of LoRA's variants in messages, by their class names in peft."""
 
 
-class AdaptedForward(OwnForward):
+class FusedForward(OwnForward):
+    """Forward pass of a module by snugfit's kernels."""
+
+
+class AdaptedForward(FusedForward):
     """Forward pass of a linear layer with adapters by snugfit's kernels."""
 
 
@@ -83,7 +90,19 @@ def is_adapted(layer: Any) -> bool:
 def unsupported_settings(model: torch.nn.Module) -> list[str]:
     """Return the settings of this model's LoRA adapters for which no kernels exist, once each."""
     layers = [layer for layer in model.modules() if is_adapted(layer)]
-    return sorted({reason for layer in layers if (reason := objection(layer))})
+    return sorted({reason for layer in layers if (reason := objection(layer)) not in ("", DORA)})
+
+
+def decomposed_of(layer: Any) -> tuple[Projections, torch.Tensor, torch.Tensor | None] | None:
+    """Return a linear layer with DoRA and no other unsupported setting: its weight and adapter, its magnitude
+    (N,) and its bias (N,). None for other layers.
+    """
+    if not is_adapted(layer) or objection(layer) != DORA:
+        return None
+    base, [name] = layer.get_base_layer(), [name for name in layer.active_adapters if name in layer.lora_A]
+    states = [base.weight.quant_state] if is_packed(base) else []
+    projections = Projections([base.weight], (), [_adapter(layer)], states)
+    return projections, layer.lora_magnitude_vector[name].weight, base.bias
 
 
 def objection(layer: Any) -> str:
@@ -95,7 +114,8 @@ def objection(layer: Any) -> str:
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) > 1 or layer.merged or layer.disable_adapters:
         return "several active adapters, merged or disabled ones"
-    return next(_reasons(layer, names), "")
+    # DoRA has kernels of its own, unless another reason forbids them.
+    return min(_reasons(layer, names), key=lambda reason: reason == DORA, default="")
 
 
 def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
@@ -106,6 +126,9 @@ def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
         variant = layer.lora_variant.get(name)
         if type(layer.lora_dropout[name]) not in (torch.nn.Identity, torch.nn.Dropout):
             yield "dropout of another kind"
+        if variant is not None and isinstance(layer.lora_dropout[name], torch.nn.Dropout):
+            # peft drops elements of the input of the frozen weight's product too.
+            yield "DoRA with dropout"
         if variant is not None:
             yield VARIANTS.get(type(variant).__name__, type(variant).__name__)
         if layer.lora_B[name].bias is not None:

@@ -1,9 +1,10 @@
 """Queries, keys and values of a decoder's attention: one matrix product, then normed and rotated in place.
 
-The three are views of one product (T, N). If heads are normed, queries and keys are views of the rotated
-tensor, as (B, heads, S, D). Attention reads the views without a copy. In the backward pass their gradients
-become one gradient of the product. One more product gives the gradient of all three weights, as slices, and
-another that of x. Frozen weights have adapters where peft put some (`low_rank.py`).
+They are views of one product (T, N), as are the gates of Qwen3.5's queries. If heads are normed, queries and
+keys are views of the rotated tensor, as (B, heads, S, D). Attention reads the views without a copy. In the
+backward pass their gradients become one gradient of the product. One more product gives the gradient of all
+three weights, as slices, and another that of x. Frozen weights have adapters where peft put some
+(`low_rank.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.products import results_are_kept
 from snugfit.features.kernels.operations.projections import JointProduct, Layout, Projections
 from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
-from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, rotate, rotate_backward
+from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, gates_of, rotate, rotate_backward
 
 
 def attention_inputs(
@@ -26,11 +27,14 @@ def attention_inputs(
     heads: Heads,
     projections: Projections,
     norms: Norms | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values (B, heads, S, D) of hidden states (B, S, H)."""
+) -> tuple[torch.Tensor, ...]:
+    """Return queries, keys, values and, if there are any, gates (B, heads, S, D).
+
+    `hidden` is (B, S, H).
+    """
     scales: Sequence[torch.Tensor | None] = (None, None) if norms is None else norms[:2]
     kind = None if norms is None else norms[2:]
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
+    inputs: tuple[torch.Tensor, ...] = AttentionInputs.apply(  # type: ignore[no-untyped-call]
         hidden, *angles, heads, kind, *scales, projections.layout, *projections.tensors
     )
     return inputs
@@ -52,8 +56,8 @@ class AttentionInputs(torch.autograd.Function):
         layout: Layout,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values; save the weights, and tensors from which the normed input is
-        recomputed.
+        """Return queries, keys, values and gates; save the weights, and tensors from which the normed input
+        is recomputed.
 
         If heads are normed, save the product too.
         """
@@ -73,9 +77,12 @@ class AttentionInputs(torch.autograd.Function):
         *source, ctx.scaling = rows_to_keep(hidden, rows, needs_it=needs_rows)
         ctx.save_for_backward(*angles, query_scale, key_scale, product_to_keep, *source, *joint.tensors)
         ctx.kind, ctx.hidden_dtype, ctx.joint = kind, hidden.dtype, joint.settings
-        ends = [heads.queries * heads.width, (heads.queries + heads.keys) * heads.width]
-        # Attention reads the three parts as views, without a copy.
-        parts = turned[:, : ends[0]], turned[:, ends[0] :], product[:, ends[1] :]
+        ctx.heads = heads
+        end = heads.queries * heads.width
+        # Attention reads the parts as views, without a copy.
+        parts = [turned[:, :end], turned[:, end:], product[:, heads.ends[1] :]]
+        if heads.gated:
+            parts.append(gates_of(product, heads))
         return tuple(part.view(batch, length, -1, heads.width).transpose(1, 2) for part in parts)
 
     @staticmethod
@@ -84,11 +91,8 @@ class AttentionInputs(torch.autograd.Function):
         products."""
         cosines, sines, query_scale, key_scale, product, *saved = ctx.saved_tensors
         source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
-        of_query, of_key, of_value = gradients
         norms = _norms(ctx.kind, query_scale, key_scale)
-        of_product, *of_scales = rotate_backward(
-            (of_query, of_key, of_value), (cosines, sines), product, norms
-        )
+        of_product, *of_scales = rotate_backward(gradients, (cosines, sines), product, ctx.heads, norms)
         of_scales = [
             of_scale if needed else None
             for of_scale, needed in zip(of_scales, ctx.needs_input_grad[5:7], strict=True)
@@ -103,7 +107,7 @@ class AttentionInputs(torch.autograd.Function):
         of_hidden = None
         # A single product gives the input's gradient from queries, keys and values.
         if ctx.needs_input_grad[0]:
-            batch, _, length, _ = of_query.shape
+            batch, _, length, _ = gradients[0].shape
             of_hidden = joint.input_gradient(of_product, slopes).view(batch, length, -1)
             of_hidden = of_hidden.to(ctx.hidden_dtype)
         return of_hidden, *[None] * 4, *of_scales, None, *of_parameters

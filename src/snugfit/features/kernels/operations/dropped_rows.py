@@ -13,8 +13,9 @@ from snugfit.features.kernels.operations.philox import keep_mask
 _DROP_ROWS = define(
     "drop_rows(Tensor rows, Tensor seed, int site, int drops, *, Tensor(a!) out) -> ()", "dropped_rows"
 )
-_ADD_DROPPED_ROWS = define(
-    "add_dropped_rows(Tensor(a!) into, Tensor rows, Tensor seed, int site, int drops) -> ()", "dropped_rows"
+_ADD_DROPPED_PRODUCT = define(
+    "add_dropped_product(Tensor(a!) into, Tensor left, Tensor right, Tensor seed, int site, int drops) -> ()",
+    "dropped_rows",
 )
 
 
@@ -30,11 +31,15 @@ def drop_rows(rows: torch.Tensor, seed: torch.Tensor, site: int, drops: int) -> 
     return out
 
 
-def add_dropped_rows(
-    into: torch.Tensor, rows: torch.Tensor, seed: torch.Tensor, site: int, drops: int
+def add_dropped_product(
+    into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, seed: torch.Tensor, site: int, drops: int
 ) -> None:
-    """Add rows (T, H) to others in place, but for dropped elements (`drop_rows`)."""
+    """Add the product left @ right.T, (T, k) and (H, k), to rows (T, H) in place, but for dropped elements
+    (`drop_rows`).
+    """
     if has_kernel(into):
-        _ADD_DROPPED_ROWS(into, rows, seed, site, drops)
+        # The product never exists in memory.
+        _ADD_DROPPED_PRODUCT(into, left, right, seed, site, drops)
     else:
-        into.add_(rows * keep_mask(seed, site, len(rows), rows.size(1), drops))
+        product = torch.mm(left, right.t())
+        into.add_(product * keep_mask(seed, site, len(product), product.size(1), drops))

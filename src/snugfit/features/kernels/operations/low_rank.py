@@ -1,8 +1,9 @@
 """Low-rank updates of linear layers: y = x W^T + s (x A^T) B^T, added to the product with the frozen weight.
 
 A is (r, H) and B is (N, r); Hu et al., arXiv 2106.09685, section 4.1. Layers of one input share one product
-with all their A. Each update is added in place to its layer's columns of the joint product. So no tensor of
-the product's size exists beside it. The scale s is folded into B before B is rounded.
+with all their A. If each of them has an adapter, the updates are computed first, and the joint product is
+added to them. An update of some columns is added afterwards. Either way no tensor of the product's size
+exists beside it. The scale s is folded into B before B is rounded.
 
 peft's adapters may have 32 bits where activations have 16. Without autocast peft then computes updates in 32
 bits, from a copy of x. Here each 32-bit factor is the sum of two 16-bit numbers, high + low, which hold 16 of
@@ -18,7 +19,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from snugfit.features.kernels.operations.dropped_rows import add_dropped_rows, drop_rows
+from snugfit.features.kernels.operations.dropped_rows import add_dropped_product, drop_rows
 from snugfit.features.kernels.operations.operators import autocast_device, define, has_kernel
 from snugfit.features.kernels.operations.products import NARROW
 from snugfit.features.kernels.operations.seeds import MAX_SEED
@@ -128,6 +129,20 @@ class LowRankUpdate(NamedTuple):
         """Return the sum of the adapters' ranks."""
         return sum(span.rank for span in self.spans)
 
+    def covers(self, columns: int) -> bool:
+        """Return True if each of the product's columns is in one adapter's span."""
+        return sum(span.stop - span.start for span in self.spans) == columns
+
+    def product(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the updates as rows (T, N), plus a bias (N,), for adapters that cover all N columns."""
+        if len(self.spans) == 1:
+            return _product(self.columns, self.ups[0], bias)
+        out = self.columns.new_empty((len(self.columns), self.spans[-1].stop))
+        for span, up, part in self._by_adapter():
+            chosen = slice(span.start, span.stop)
+            _product(part, up, None if bias is None else bias[chosen], out=out[:, chosen])
+        return out
+
     def add_to(self, product: torch.Tensor) -> None:
         """Add the updates to the product (T, N) in place."""
         for span, up, part in self._by_adapter():
@@ -147,17 +162,16 @@ class LowRankUpdate(NamedTuple):
             _split(left, right, out)
         return slopes
 
-    def add_input_gradient(self, of_rows: torch.Tensor, slopes: torch.Tensor) -> None:
-        """Add the adapters' share to the gradient (T, H) of the rows in place."""
-        if self.seed is None:
-            of_rows.addmm_(slopes, self.down)
-            return
+    def add_input_gradient(self, of_rows: torch.Tensor, slopes: torch.Tensor, seed: torch.Tensor) -> None:
+        """Add the adapters' share to the gradient (T, H) of the rows in place, but for elements that were
+        dropped with this seed.
+        """
         ranks = [span.rank for span in self.spans]
         parted = slopes.unflatten(1, (self.parts, self.rank)).split(ranks, 2)
         downs = self.down.unflatten(0, (self.parts, self.rank)).split(ranks, 1)
         for site, (span, slope, down) in enumerate(zip(self.spans, parted, downs, strict=True)):
-            share = torch.mm(slope.flatten(1), down.flatten(0, 1))
-            add_dropped_rows(of_rows, share, self.seed, site, span.drops)
+            left, right = slope.flatten(1), down.flatten(0, 1).t()
+            add_dropped_product(of_rows, left, right, seed, site, span.drops)
 
     def gradients(
         self,
@@ -199,6 +213,15 @@ class LowRankUpdate(NamedTuple):
         """Return for each adapter its span of columns, its B and its columns of S."""
         columns = self.columns.split([self.parts * span.rank for span in self.spans], 1)
         return list(zip(self.spans, self.ups, columns, strict=True))
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return left @ right.T plus a bias, written to `out` if it is given."""
+    if bias is None:
+        return torch.mm(left, right.t(), out=out)
+    return torch.addmm(bias, left, right.t(), out=out)
 
 
 def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

@@ -128,6 +128,7 @@ class JointProduct(NamedTuple):
 
     def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
+        update, keeps = self.update, results_are_kept()
         if self.are_apart:
             # Copies of weights side by side would cost more than several products.
             product = rows.new_empty((len(rows), sum(self.layout.sizes)))
@@ -136,13 +137,17 @@ class JointProduct(NamedTuple):
             product = product if bias is None else product.add_(bias)
         else:
             turned = self.matrix(rows.dtype).t()
+            if update is not None and not keeps and update.covers(turned.size(1)):
+                # A product that adds reads the updates while it multiplies. An update that is added
+                # afterwards reads and writes the whole product once more.
+                return update.product(bias).addmm_(rows, turned)
             product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
             # An unpacked matrix is large, and the adapters do not need it.
             del turned
-        if self.update is not None:
+        if update is not None:
             # Selective checkpointing reuses the product, so it must not change.
-            product = product.clone() if results_are_kept() else product
-            self.update.add_to(product)
+            product = product.clone() if keeps else product
+            update.add_to(product)
         return product
 
     def needs_rows(self, needed: Sequence[bool]) -> bool:
@@ -158,15 +163,19 @@ class JointProduct(NamedTuple):
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (T, H) of the rows."""
+        update = self.update
         if self.are_apart:
             parts = of_product.split(self.layout.sizes, 1)
             of_rows = torch.mm(parts[0], self.weights[0])
             for part, weight in zip(parts[1:], self.weights[1:], strict=True):
                 of_rows.addmm_(part, weight)
         else:
-            of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
-        if self.update is not None and slopes is not None:
-            self.update.add_input_gradient(of_rows, slopes)
+            matrix = self.matrix(of_product.dtype)
+            if update is not None and slopes is not None and update.seed is None:
+                return torch.mm(slopes, update.down).addmm_(of_product, matrix)
+            of_rows = torch.mm(of_product, matrix)
+        if update is not None and slopes is not None:
+            update.add_input_gradient(of_rows, slopes, update.seed)
         return of_rows
 
     def gradients(

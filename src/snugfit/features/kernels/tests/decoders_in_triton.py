@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 
+from snugfit.features.kernels.decoders import decomposed
 from snugfit.features.kernels.operations import (
     column_sums,
     cross_entropy,
@@ -49,6 +50,7 @@ FILES = {
     cross_entropy: "cross_entropy",
     low_rank: "split_halves",
     dropped_rows: "dropped_rows",
+    decomposed: "scaled_columns",
 }
 """snugfit's operations, with the file of each one's Triton programs."""
 
@@ -163,10 +165,15 @@ def rotary_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield rotations of heads in groups and not, of three heads and of heads 2 * 3 wide; with norms and
     without."""
     with patch.object(rotary, "PROGRAMS", 7):
-        kinds = (Heads(2, 2, 8), Heads(4, 1, 6), Heads(3, 3, 64))
+        kinds = (
+            Heads(2, 2, 8, 4), Heads(4, 1, 6, 3), Heads(3, 3, 64, 32), Heads(2, 1, 12, 4),
+            Heads(2, 2, 8, 4, interleaved=True), Heads(4, 2, 10, 3, interleaved=True),
+            Heads(2, 1, 8, 4, shared_angles=True), Heads(3, 1, 12, 4, gated=True),
+        )  # fmt: skip
         for heads, batch, from_one in combined(device, dtype, kinds, (1, 2), (None, False, True)):
-            given = functools.partial(turn, device, dtype, heads, batch, from_one)
-            yield f"rotary {tuple(heads)}, angles of {batch}, from_one={from_one}", given
+            norms = bool(from_one) if heads.gated else from_one
+            given = functools.partial(turn, device, dtype, heads, batch, norms)
+            yield f"rotary {tuple(heads)}, angles of {batch}, from_one={norms}", given
 
 
 def turn(
@@ -176,10 +183,11 @@ def turn(
 
     Keys have other strides than queries.
     """
-    length, (queries, keys, width) = 5, heads
-    product = drawn(device, dtype, 2 * length, (queries + 2 * keys) * width)
+    length, (queries, keys, width, *_) = 5, heads
+    product = drawn(device, dtype, 2 * length, heads.ends[1] + keys * width)
     before = product.clone()
-    cosines, sines = (drawn(device, torch.float32, batch, length, width, seed=seed) for seed in (1, 2))
+    columns = heads.pairs if heads.shared_angles else 2 * heads.pairs
+    cosines, sines = (drawn(device, torch.float32, batch, length, columns, seed=seed) for seed in (1, 2))
     norms = None
     if from_one is not None:
         scales = [drawn(device, dtype, width, seed=seed) for seed in (3, 4)]
@@ -187,10 +195,10 @@ def turn(
     turned = rotary.rotate(product, (cosines, sines), length, heads, norms)
     slopes = [
         drawn(device, dtype, 2, length, count, width, seed=5).transpose(1, 2)
-        for count in (queries, keys, keys)
+        for count in (queries, keys, keys, *([queries] if heads.gated else []))
     ]
     slopes[1] = slopes[1].contiguous()
-    back = rotary.rotate_backward((slopes[0], slopes[1], slopes[2]), (cosines, sines), before, norms)
+    back = rotary.rotate_backward(slopes, (cosines, sines), before, heads, norms)
     return [turned, product, *(one for one in back if one is not None)]
 
 
@@ -244,26 +252,46 @@ def split(device: str, dtype: torch.dtype, rows: int, columns: int, scale: float
 
 def drop_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield dropped rows of less than a block of columns and of more."""
-    for rows, columns in ((5, 20), (3, 1100)):
+    for rows, columns in ((5, 20), (70, 1100)):
         yield f"drop {rows} x {columns}", functools.partial(drop, device, dtype, rows, columns)
 
 
 def drop(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
-    """Return the remaining elements, and their sum with other rows."""
+    """Return the remaining elements, and those of a product added to other rows."""
     seed = torch.tensor([1 << 40 | 5], device=device)
     given, into = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
     dropped = dropped_rows.drop_rows(given, seed, 2, 20_000)
-    dropped_rows.add_dropped_rows(into, given, seed, 2, 20_000)
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    if device == "cuda" or dtype is torch.float32:
+        left, right = drawn(device, dtype, rows, 20, seed=2), drawn(device, dtype, 20, columns, seed=3) / 4
+        dropped_rows.add_dropped_product(into, left, right.t(), seed, 2, 20_000)
     return [dropped, into]
+
+
+def scale_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield rows with a factor for each column, with a bias and without."""
+    for rows, columns, has_bias in ((1, 8, True), (9, 1100, False)):
+        given = functools.partial(scale, device, dtype, rows, columns, has_bias)
+        yield f"scaled {rows} x {columns}, bias={has_bias}", given
+
+
+def scale(device: str, dtype: torch.dtype, rows: int, columns: int, has_bias: bool) -> list[torch.Tensor]:
+    """Return the result, and the gradients of the rows and of the factor."""
+    product, of_out = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
+    factor, bias = drawn(device, torch.float32, columns, seed=2), drawn(device, dtype, columns, seed=3)
+    out = decomposed.scale_columns(product, factor, bias if has_bias else None)
+    return [out, *decomposed.scale_columns_backward(of_out, product, factor)]
 
 
 def compare(device: str) -> bool:
     """Print a line for each case, and return True if all are close."""
     close = True
     bounds = {dtype: one for dtype, one in BOUNDS.items() if device == "cuda" or dtype is not torch.float16}
-    for (dtype, bound), cases in itertools.product(
-        bounds.items(), (norm_cases, gated_cases, rotary_cases, loss_cases, split_cases, drop_cases)
-    ):
+    every = (
+        norm_cases, gated_cases, rotary_cases, loss_cases, split_cases, drop_cases,
+        scale_cases,
+    )  # fmt: skip
+    for (dtype, bound), cases in itertools.product(bounds.items(), every):
         for name, run in cases(device, dtype):
             with by_kernels(False):
                 expected = run()
@@ -289,7 +317,7 @@ def largest_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 # ---- seconds ---------------------------------------------------------------------------------------------
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 4096, 2048, 8192, 128256
-LLAMA = Heads(32, 8, 64)
+LLAMA = Heads(32, 8, 64, 32)
 
 
 def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
@@ -333,7 +361,7 @@ def timed_cases() -> Iterator[tuple[str, int, Callable[[], Any]]]:
             functools.partial(rotary.rotate, whole, angles, TOKENS // 2, LLAMA, norms),
         )
         slopes = [given(2, TOKENS // 2, count, width).transpose(1, 2) for count in (32, 8, 8)]
-        back = functools.partial(rotary.rotate_backward, tuple(slopes), angles, whole, norms)
+        back = functools.partial(rotary.rotate_backward, slopes, angles, whole, LLAMA, norms)
         yield f"{name}rotate_backward", 2 * whole.nbytes + (moved // 2 if norms else 0), back
 
 

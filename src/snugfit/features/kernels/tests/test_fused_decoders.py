@@ -20,6 +20,8 @@ from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.head.deferred_logits import defer_logits
 from snugfit.features.kernels.operations import cross_entropy
 from snugfit.features.kernels.operations.joint_linear import joint_view
+from snugfit.job.job import Job, Task
+from snugfit.job.model import Model
 from snugfit.planning.keep import kept_of
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.predict import predict
@@ -38,6 +40,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2 / 3}}
+"""Settings that rotate eight of twelve columns of each head."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"num_attention_heads": 4},
@@ -46,10 +51,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 12},
     "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 12},
-    "phi3": {},
+    "phi3": PARTIAL,
     "granite": {"residual_multiplier": 0.5},
     "ministral": {"sliding_window": 4},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "glm4": PARTIAL,
+    "ernie4_5": {},
 }
 
 EXPERTS = {
@@ -57,23 +64,37 @@ EXPERTS = {
 }  # fmt: skip
 
 IN_PARTS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "glm4": ({}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "nemotron": (PARTIAL, {"Attention"}),
+    "apertus": ({}, {"Attention", "RMSNorm"}),
+    "helium": ({}, {"Attention", "MLP"}),
     "olmo2": ({}, {"MLP", "DecoderLayer", "RMSNorm"}),
     "olmo3": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
-    "exaone4": ({"sliding_window": 4}, {"MLP", "DecoderLayer", "RMSNorm"}),
+    "exaone4": (
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        {"Attention", "MLP", "DecoderLayer", "RMSNorm"},
+    ),
+    "seed_oss": (
+        {"residual_dropout": 0.0, "attention_dropout": 0.0}, {"Attention", "DecoderLayer", "RMSNorm"}
+    ),
+    "starcoder2": ({"residual_dropout": 0.0, "attention_dropout": 0.0}, {"Attention"}),
+    "glm4_moe": (
+        {**EXPERTS, **PARTIAL, "use_qk_norm": True, "first_k_dense_replace": 2},
+        {"Attention", "MLP", "DecoderLayer", "RMSNorm"},
+    ),
     "gemma4_text": (
         {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8}, {"MLP", "RMSNorm"}
     ),
     "qwen3_5_text": (
         {
             "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 12,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 12, **PARTIAL,
         },
-        {"MLP", "RMSNorm"},
+        {"Attention", "MLP", "RMSNorm"},
     ),
     "mixtral": (EXPERTS, {"Attention", "DecoderLayer", "RMSNorm"}),
     "qwen3_moe": (EXPERTS, {"Attention", "DecoderLayer", "RMSNorm"}),
-    "gpt_oss": (EXPERTS, {"RMSNorm"}),
+    "gpt_oss": ({**EXPERTS, "sliding_window": 4}, {"Attention", "RMSNorm"}),
+    "granite_swa": ({"sliding_window": 4}, {"Attention", "MLP", "DecoderLayer", "RMSNorm"}),
 }  # fmt: skip
 """Families that have other code in some parts of a layer, with the parts that have kernels."""
 
@@ -144,6 +165,20 @@ def test_a_head_s_norm_of_other_code_stays() -> None:
     use_fused(fused)
     assert not any("forward" in vars(layer.self_attn) for layer in fused.model.layers)
     hold(plain, fused, 2e-5)
+
+
+def test_an_attention_s_own_dropout_drops_the_same_elements() -> None:
+    plain = small("seed_oss")
+    for layer in plain.model.layers:
+        layer.self_attn.residual_dropout = 0.3
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    results = []
+    for model, training in ((plain, True), (fused, True), (fused, False)):
+        torch.manual_seed(5)
+        results.append(run(model.train(training))[0])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
+    assert not torch.allclose(results[1], results[2], atol=1e-3)
 
 
 def hold_errors(plain: Any, *, autocast: bool, factor: float = 1.3) -> None:
@@ -360,6 +395,14 @@ def test_a_second_backward_pass_is_refused() -> None:
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold_third_step(small_job(family, 2), Recipe.parse(recipe).setup())
+
+
+@pytest.mark.whole
+def test_a_real_step_with_neighbouring_columns_rotated_allocates_what_its_trace_says() -> None:
+    config = small("glm4").config.to_diff_dict()
+    model = Model.from_config({**config, "model_type": "glm4"}, name="small")
+    job = Job(model=model, task=Task.CAUSAL_LM, batch_size=2, sequence_length=16)
+    hold_third_step(job, Recipe.parse("lora(r=4, targets=all-linear) + bf16_pure + fused").setup())
 
 
 def test_without_a_gpu_its_kernels_are_predicted() -> None:

@@ -16,10 +16,13 @@ from safetensors.torch import load_file
 from test_fused_decoders import ids, run, small
 from torch import nn
 
+from fitted import classified, losses_of, model_of, quiet, spoken, trainer_of
 from small_models import small_job
 from small_runs import assert_same_weights, events, killed_in, losses, skip_without_packages, small_run
+from snugfit import fit
+from snugfit.errors import RecipeError
 from snugfit.features.kernels.fused_model import use_fused
-from snugfit.features.kernels.operations.adapted import objection, projections_of
+from snugfit.features.kernels.operations.adapted import objection, projections_of, unsupported_settings
 from snugfit.features.kernels.operations.four_bits import unpack
 from snugfit.features.kernels.operations.philox import keep_mask, threshold
 from snugfit.features.kernels.operations.projections import lora_linear
@@ -67,7 +70,7 @@ def adapted(model: nn.Module, targets: list[str] | str, r: int = 4, **more: Any)
 
 
 OWN_CODE: dict[str, dict[str, Any]] = {
-    "DoRA": {"use_dora": True},
+    "DoRA with dropout": {"use_dora": True, "lora_dropout": 0.1},
     "lora_bias": {"lora_bias": True},
 }
 
@@ -137,8 +140,11 @@ def test_biases_that_train_have_the_gradients_of_peft() -> None:
 @pytest.mark.parametrize("autocast", [True, False])
 def test_16_bits_are_nowhere_less_exact_than_peft(autocast: bool) -> None:
     """Without autocast peft computes updates in 32 bits. The sums over all entries are compared, since one
-    entry may be nearer by chance."""
+    entry may be nearer by chance. The updates are smaller than the products, as in training."""
     plain = three(torch.float32 if autocast else torch.bfloat16, r=8)
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            weight.mul_(0.25 if "lora_B" in name else 1.0)
     x = torch.randn(129, HIDDEN, dtype=torch.float32 if autocast else torch.bfloat16)
     exact = gradients_of(copy.deepcopy(plain).double(), x.double(), ours=False)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -251,7 +257,7 @@ def test_unsupported_adapters_run_peft_s_code(why: str) -> None:
 @pytest.mark.parametrize(
     ("family", "adapters", "why"),
     [
-        ("llama", "lora(dropout=0.1, dora=true)", "DoRA"),
+        ("llama", "lora(dropout=0.1, dora=true)", "DoRA with dropout"),
         ("llama", "qlora(bits=8)", "weights of 8 bits"),
         ("gpt2", "lora", "adapters of a Conv1D"),
     ],
@@ -261,6 +267,45 @@ def test_a_recipe_with_unsupported_adapters_has_a_warning(family: str, adapters:
     lines = Recipe.parse(f"fused + {adapters}").check(job, installed=False)
     assert f"fused: layers with adapters run peft's own code, as there are no kernels for {why}." in lines
     assert not [line for line in Recipe.parse("fused").check(job, installed=False) if "peft" in line]
+
+
+@pytest.mark.parametrize(("family", "targets"), [("llama", ALL), ("qwen2", ["q_proj", "down_proj"])])
+def test_a_fused_model_with_dora_is_the_model(
+    monkeypatch: pytest.MonkeyPatch, family: str, targets: list[str]
+) -> None:
+    """Layers with DoRA are single products, with the magnitude and the bias of queries."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    plain = adapted(small(family), targets, use_dora=True)
+    for name, weight in plain.named_parameters():
+        if "magnitude" in name:
+            nn.init.uniform_(weight, 0.5, 2.0)
+    fused = copy.deepcopy(plain)
+    use_fused(fused)
+    assert not unsupported_settings(fused)
+    expected = run(plain)
+    monkeypatch.setattr(DoraLinearLayer, "forward", lambda *_, **__: pytest.fail("peft's code ran"))
+    got = run(fused)
+    torch.testing.assert_close(got[0], expected[0], rtol=2e-5, atol=2e-5)
+    for name, gradient in expected[1].items():
+        assert (gradient is None) == (got[1][name] is None), name
+        if gradient is not None:
+            bound = 2e-5 * float(gradient.abs().max())
+            torch.testing.assert_close(got[1][name], gradient, rtol=2e-5, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_dora_in_16_bits_is_nowhere_less_exact_than_peft(autocast: bool) -> None:
+    plain = adapted(small("qwen2") if autocast else small("qwen2").bfloat16(), ALL, use_dora=True)
+    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    use_fused(fused)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own, ours = run(plain)[1], run(fused)[1]
+    expected = {name: one for name, one in run(exact)[1].items() if one is not None}
+    errors = [
+        sum(float((one[name] - true).norm() ** 2) for name, true in expected.items()) for one in (own, ours)
+    ]
+    assert errors[1] < errors[0]
 
 
 def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
@@ -281,6 +326,7 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
     [
         "lora(r=4, targets=all-linear) + bf16_pure",
         "lora(r=4, targets=all-linear, dropout=0.1) + bf16 + every_layer",
+        "lora(r=4, targets=all-linear, dora=true) + bf16_pure",
     ],
 )
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(recipe: str) -> None:
@@ -294,8 +340,9 @@ def test_without_a_gpu_its_products_are_predicted() -> None:
     recipes = ("bf16_pure + fused", *(f"{adapters} + bf16_pure{kernels}" for kernels in ("", " + fused")))
     whole, peft, ours = (rehearse(job, Recipe.parse(one).setup(), CudaPolicy()) for one in recipes)
     counts = Counter(kernel.operator for kernel in ours.kernels)
-    # The first layer's input needs no gradient.
-    assert counts["aten::addmm_"] == 3 * (7 + 4) - 1
+    # Each of four products adds to its adapters' updates, in both passes. The first layer's input needs no
+    # gradient.
+    assert counts["aten::addmm_"] == 3 * (4 + 4) - 1
     # A and B of seven adapters, S and its gradient.
     assert counts["triton::split_halves"] == 3 * 7 * 4
     products = [
@@ -396,3 +443,75 @@ def test_a_fused_model_in_4_bits_is_the_model(family: str, targets: str) -> None
 @pytest.mark.parametrize("recipe", ["qlora(r=4, targets=all-linear) + bf16_pure", "qlora(r=4) + bf16"])
 def test_a_real_step_in_4_bits_allocates_what_its_trace_says(recipe: str) -> None:
     hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
+
+
+def test_an_unpacked_weight_is_written_once() -> None:
+    """bitsandbytes' operator has its result among the arguments, and a simulation does not count it as
+    read."""
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    job = small_job("llama", 1, batch_size=16, sequence_length=128)
+    trace = rehearse(job, Recipe.parse("qlora(r=4) + bf16_pure + fused").setup(), CudaPolicy())
+    moved = {kernel.nbytes for kernel in trace.kernels if kernel.operator == "bitsandbytes::dequantize_4bit"}
+    weight = job.model.config["hidden_size"] * job.model.config["intermediate_size"]
+    # Half a byte a number, 4 bytes for each block of 64, and 2 bytes a number of the result.
+    assert weight // 2 + 4 * weight // 64 + 2 * weight in moved
+
+
+# ---- other loops -----------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets a name for each training pass of peft's own code of linear layers."""
+    from peft.tuners.lora.layer import Linear
+
+    passes: list[str] = []
+    own = Linear.forward
+
+    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self.training:
+            passes.append("peft")
+        return own(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Linear, "forward", forward)
+    return passes
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["lora(4, targets=all-linear) + bf16_pure + every_layer", "bf16"])
+def test_a_trainer_runs_the_kernels_of_adapters(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters are those of the recipe or the user's own, and another recipe removes the kernels."""
+    passes = counted(monkeypatch)
+    runs = []
+    for kernels in ("", " + fused", " + fused(recomputed_mlps=1)"):
+        torch.manual_seed(0)
+        model = model_of("llama") if "lora" in recipe else adapted(model_of("llama"), ALL)
+        trainer = trainer_of(tmp_path / str(len(runs)), model, spoken())
+        if kernels:
+            fit(trainer, "bf16 + fused", watch=quiet)
+        passes.clear()
+        fit(trainer, recipe + kernels, watch=quiet).train()
+        assert bool(passes) is (not kernels)
+        runs.append(losses_of(trainer))
+    for other in runs[1:]:
+        assert other == pytest.approx(runs[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_recipe_without_the_kernels_removes_them(family: str, tmp_path: Path) -> None:
+    data = spoken() if family == "llama" else classified()
+    trainer = trainer_of(tmp_path, model_of(family), data)
+    hooks = [len(one._forward_pre_hooks) for one in trainer.model.modules()]
+    fit(trainer, "fused", watch=quiet)
+    assert any("forward" in vars(one) for one in trainer.model.modules())
+    fit(trainer, "plain", watch=quiet)
+    assert not any("forward" in vars(one) for one in trainer.model.modules())
+    assert [len(one._forward_pre_hooks) for one in trainer.model.modules()] == hooks
+
+
+def test_a_trainer_is_not_recorded(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of("llama"), spoken())
+    with pytest.raises(RecipeError, match="captured: its steps are those of another loop"):
+        fit(trainer, "lora + bf16_pure + captured + fused", watch=quiet)
+    assert not any("forward" in vars(one) for one in trainer.model.modules())
