@@ -72,7 +72,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
     """
     if job.task is Task.CUSTOM:
         return job.model.layout(job.batch_size).count(batch)
-    labels = batch["labels"]
+    labels = job.added_task.counted_labels(batch)
     if labels.dim() == 1:
         return int(labels.shape[0])
     # The first token of a causal model is never predicted, since labels shift by one.
@@ -199,7 +199,7 @@ class BatchShapes:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         inputs = self._inputs(samples, generator)
         labels = self._labels(samples, inputs, generator)
-        return {**inputs, "labels": labels}
+        return self.job.added_task.complete_batch(self.job, {**inputs, "labels": labels})
 
     def _inputs(self, samples: int, generator: torch.Generator) -> Batch:
         """Return random token ids (B, S), with their attention mask if there is padding, or a feature's
