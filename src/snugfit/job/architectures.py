@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import ModelError
 from snugfit.hub_kernels import only_errors
-from snugfit.job.inputs import added_task, added_tasks
+from snugfit.job.inputs import added_tasks, objectives
 
 HEADS: Mapping[str, tuple[str, str]] = {
     "sequence-classification": (
@@ -59,7 +60,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
 
     None if several tasks remain. If two tasks share a class (BART's), the pretraining objective is excluded.
     """
-    possible = [task for task in tasks_of(model_type) if not added_task(task).is_objective]
+    possible = tuple(filterfalse(objectives().__contains__, tasks_of(model_type)))
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
     if len(named) > 1:
         # BART's class is for masked and seq2seq language models. Its pretraining task is excluded.

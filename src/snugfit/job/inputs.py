@@ -38,6 +38,9 @@ class AddedTask:
     rows: ClassVar[int] = 1
     """Number of token sequences in a sample."""
 
+    mixing: ClassVar[str] = ""
+    """Reason why the loss is not a mean over samples; empty without one."""
+
     setting_types: ClassVar[Mapping[str, type]] = {}
     """Types of the task's own settings by name. The names are keys of a job file."""
 
@@ -131,6 +134,11 @@ def added_task(name: str) -> AddedTask:
     nothing.
     """
     return _tasks_by_name().get(name, _NO_TASK)
+
+
+def objectives() -> frozenset[str]:
+    """Return the names of tasks that are a further loss of another task's head."""
+    return frozenset(map(attrgetter("name"), filter(attrgetter("is_objective"), added_tasks())))
 
 
 def setting_keys() -> dict[str, type]:

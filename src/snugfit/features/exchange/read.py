@@ -500,7 +500,7 @@ class _Reader:
         near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
         guess = did_you_mean(key, near or known) if key not in known else ""
         says = f"snugfit does not know this key.{guess}"
-        if near and table.of_trainer and self.document.dialect in ("trainer", "sft"):
+        if near and table.of_trainer and self.document.dialect not in ("script", "loop"):
             # `TrainingArguments` would refuse this key too.
             self._line(self.refused, name, given, says, instead="")
         elif given in (None, False, "", "None", "null") or given in ([], {}):

@@ -60,8 +60,8 @@ def dpo_loss(
 
     With r = policy - reference: `sigmoid` is -log sigmoid(beta (r_chosen - r_rejected)) (Rafailov et al.,
     arXiv 2305.18290, equation 7). `hinge` is max(0, 1 - beta (r_chosen - r_rejected)) (Zhao et al., arXiv
-    2305.10425). `ipo` is (r_chosen - r_rejected - 1 / (2 beta))^2, with means of r over tokens as in TRL (Azar
-    et al., arXiv 2310.12036, equation 17).
+    2305.10425). `ipo` is (r_chosen - r_rejected - 1 / (2 beta))^2, with means of r over tokens as in TRL
+    (Azar et al., arXiv 2310.12036, equation 17).
     """
     from torch.nn.functional import logsigmoid, relu
 

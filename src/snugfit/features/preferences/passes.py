@@ -63,13 +63,27 @@ class PairForward:
     """The frozen model whose log-probabilities the policy is compared with; None for the policy without its
     adapters."""
 
-    def __call__(self, model: Any, input_ids: Any = None, **inputs: Any) -> Any:
-        """Return the loss of pairs with ids (B, 2, S), or else the outputs of the model's own forward
-        pass.
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        labels: Any = None,
+        desirable: Any = None,
+        reference_log_probs: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        """Return the loss of pairs with ids (B, 2, S), or else the outputs of the model's own forward pass.
+        The Trainer removes inputs that are no named argument.
         """
+        named = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "labels": labels,
+            "desirable": desirable, "reference_log_probs": reference_log_probs,
+        }  # fmt: skip
+        batch = inputs | {name: value for name, value in named.items() if value is not None}
         if input_ids is None or input_ids.dim() != 3:
-            return self.inner(**({} if input_ids is None else {"input_ids": input_ids}), **inputs)
-        loss, scores = self.loss(model, {"input_ids": input_ids, **inputs})
+            return self.inner(**batch)
+        loss, scores = self.loss(model, batch)
         return {"loss": loss, "logits": scores}
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Losses:

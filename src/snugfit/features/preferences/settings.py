@@ -44,9 +44,6 @@ class LossForm:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Default of each setting by name."""
 
-    mixes_samples: bool = False
-    """True if the loss of a sample also depends on other samples of its micro-batch."""
-
 
 OF_ANSWERS: Mapping[str, Any] = {"completion_length": 0}
 
@@ -58,7 +55,6 @@ FORMS: Mapping[str, LossForm] = {
     "kto": LossForm(
         tensors=("input_ids", "attention_mask", "labels", "desirable"),
         settings={"beta": 0.1, "reference": "auto", **OF_ANSWERS},
-        mixes_samples=True,
     ),
 }
 """Form of the loss by task. The defaults are those of TRL, and for SimPO those of its article."""
@@ -118,11 +114,6 @@ def objections(job: Job, recipe: Recipe) -> Iterator[str]:
             yield f"the task {job.task} does not support {technique} yet: {reason}. Leave it out."
         if technique.name == "liger":
             yield f"the task {job.task} does not support {technique} yet. Try 'fused', or leave it out."
-    if FORMS[job.task].mixes_samples and recipe.pieces > 1:
-        yield (
-            f"the task {job.task} estimates a divergence over the whole batch, which "
-            f"{recipe[Slot.BATCHING]} would split. Leave it out, or set a smaller batch."
-        )
     reference, adapters = job.phase_settings.get("reference"), recipe[Slot.ADAPTERS]
     is_adapted = not adapters.plain and adapters.name != "frozen"
     if reference == "adapter" and not is_adapted:

@@ -97,7 +97,15 @@ REWARD = RewardTask(name="reward", elsewhere="rm")
 DPO = ReferenceTask(name="dpo")
 """Direct preference optimization, with its losses `sigmoid`, `hinge` and `ipo`."""
 
-KTO = ReferenceTask(name="kto")
+
+@dataclass(frozen=True, kw_only=True)
+class KtoTask(ReferenceTask):
+    """The task whose loss compares each answer with the mean divergence of its micro-batch."""
+
+    mixing: ClassVar[str] = "its divergence is a mean over a micro-batch"
+
+
+KTO = KtoTask(name="kto")
 """Training on answers that are marked as desirable or undesirable."""
 
 ORPO = PolicyTask(name="orpo")
