@@ -38,6 +38,9 @@ class AddedTask:
     rows: ClassVar[int] = 1
     """Number of token sequences in a sample."""
 
+    doubts: ClassVar[tuple[str, ...]] = ()
+    """Warnings that each prediction of the task has."""
+
     mixing: ClassVar[str] = ""
     """Reason why the loss is not a mean over samples; empty without one."""
 

@@ -25,13 +25,12 @@ class Preferences(Feature):
         return OPTIONS if command in COMMANDS else ()
 
     def prepare(self, command: str, request: Any) -> Any:
-        """Return the command's parsed options unchanged. Raises `UsageError` if the command does not support
-        preferences.
+        """Return the command's parsed options, with the memory that vLLM leaves. Raises `UsageError` if the
+        command does not support the task.
         """
-        from snugfit.features.preferences.options import refuse_others
+        from snugfit.features.preferences.options import checked
 
-        refuse_others(command, request)
-        return request
+        return checked(command, request)
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
         """Return the dataset's rows as pairs of answers for a task on preferences; None for other tasks."""

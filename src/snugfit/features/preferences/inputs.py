@@ -7,6 +7,7 @@
 | labels              | (B, 2, S) | tokens of the answers, -100 elsewhere; not for rewards               |
 | desirable           | (B)       | kto: True for a desirable answer                                     |
 | reference_log_probs | (B, 2)    | log-probabilities of both answers, if they are precomputed           |
+| advantages          | (B)       | grpo, rloo: the advantage of each answer; input_ids are (B, S)       |
 
 Samples are the first dimension, so that a loop cuts batches as those of other tasks. A pair of `kto` is an
 answer, and another prompt's answer after the same prompt.
@@ -39,20 +40,21 @@ class PairInputs(SampleInputs):
         """Return random token ids (B, 2, S), with their attention mask if there is padding."""
         import torch
 
-        length = shapes.job.sequence_length
-        ids = shapes.ids(2 * samples, length, generator)
+        length, rows = shapes.job.sequence_length, shapes.job.added_task.rows
+        ids = shapes.ids(rows * samples, length, generator)
         # Decoders read a reward at the last token that differs from the padding token.
         ids[ids == shapes.pad_token] = (shapes.pad_token + 1) % shapes.vocabulary
-        if not shapes.job.padding:
-            return {"input_ids": ids.view(samples, 2, length)}
-        mask, padding = torch.ones_like(ids), shapes.padding_of(ids)
-        mask[:, padding], ids[:, padding] = 0, shapes.pad_token
-        return {"input_ids": ids.view(samples, 2, length), "attention_mask": mask.view(samples, 2, length)}
+        batch, shape = {"input_ids": ids}, (samples, rows, length) if rows > 1 else (samples, length)
+        if shapes.job.padding:
+            mask, padding = torch.ones_like(ids), shapes.padding_of(ids)
+            mask[:, padding], ids[:, padding] = 0, shapes.pad_token
+            batch["attention_mask"] = mask
+        return {name: value.view(shape) for name, value in batch.items()}
 
     def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor:
         """Return labels (B, 2, S): the tokens of answers, with -100 for prompts and padding."""
         labels = inputs["input_ids"].clone()
-        padding = shapes.padding_of(labels[:, 0]) if shapes.job.padding else slice(0, 0)
+        padding = shapes.padding_of(labels.flatten(0, -2)) if shapes.job.padding else slice(0, 0)
         end = padding.start or shapes.job.sequence_length
         # The answer is before the padding, and at least one token of it counts.
         labels[..., : min(max(0, end - self.completion_length), end - 1)] = IGNORED
@@ -67,6 +69,7 @@ def complete_batch(batch: Batch, names: Sequence[str]) -> Batch:
     samples = len(batch["input_ids"])
     more = {
         "desirable": torch.arange(samples, device="cpu") % 2 == 0,
+        "advantages": torch.ones(samples, device="cpu"),
         "reference_log_probs": torch.zeros(samples, 2, device="cpu"),
     }
     return {name: value for name, value in {**batch, **more}.items() if name in names}

@@ -33,14 +33,28 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> LogProbs:
 
     The token at a position is predicted by the logits of the position before it. Sums are in fp32.
     """
-    from torch.nn.functional import cross_entropy, pad
+    from torch.nn.functional import pad
 
     # Labels are shifted, since a copy of the logits would be the largest tensor of the step.
     targets = pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    of_tokens = cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    return LogProbs(-of_tokens.view_as(labels).sum(1), (targets != IGNORED).sum(1))
+    return LogProbs(_token_log_probs(logits, targets).sum(1), (targets != IGNORED).sum(1))
+
+
+def _token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import cross_entropy
+
+    flat = logits.float().flatten(0, 1), targets.flatten()
+    return -cross_entropy(*flat, ignore_index=IGNORED, reduction="none").view_as(targets)
+
+
+def answer_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities (B, C) of the last C tokens of ids (B, S), from logits (B, C + 1, V) of
+    the last C + 1 positions.
+    """
+    from torch.nn.functional import pad
+
+    length = logits.shape[1] - 1
+    return _token_log_probs(logits, pad(ids[:, -length:], (0, 1), value=IGNORED))[:, :length]
 
 
 def reward_loss(rewards: torch.Tensor) -> torch.Tensor:
@@ -117,3 +131,28 @@ def kto_loss(
     beta, z = settings["beta"], divergence.mean().clamp(min=0)
     signs = torch.where(desirable, 1.0, -1.0)
     return (1 - torch.sigmoid(beta * signs * (ratios - z))).mean(), beta * ratios.detach()
+
+
+CLIP = 0.2
+"""Largest distance of a ratio of probabilities from 1 (Schulman et al., arXiv 1707.06347, section 3)."""
+
+
+def rollout_loss(
+    policy: torch.Tensor,
+    old: torch.Tensor,
+    reference: torch.Tensor | None,
+    advantages: torch.Tensor,
+    beta: float,
+) -> torch.Tensor:
+    """Return the clipped loss of GRPO from log-probabilities of answers' tokens (B, C) and advantages (B).
+
+    Source: Shao et al., arXiv 2402.03300, equations 3 and 4, with the mean over all tokens.
+    """
+    import torch
+
+    ratios, advantages = torch.exp(policy - old), advantages[:, None]
+    losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    if reference is not None:
+        difference = reference - policy
+        losses = losses + beta * (torch.exp(difference) - difference - 1)
+    return losses.mean()

@@ -10,6 +10,7 @@ input reaches the model's own forward pass, such as a call of `generate`.
 | dpo         | the policy over 2 B sequences, then the reference without gradients                        |
 | kto         | the policy over B mismatched answers without gradients, then over B answers; then the      |
 |             | reference over both                                                                        |
+| grpo, rloo  | the generation, the old policy, the reference, then the policy over B answers              |
 
 The reference runs after the policy, as in TRL, so the policy's activations are alive meanwhile.
 """
@@ -24,13 +25,16 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.features.preferences.losses import (
     LogProbs,
+    answer_log_probs,
     dpo_loss,
     kto_loss,
     log_probs,
     orpo_loss,
     reward_loss,
+    rollout_loss,
     simpo_loss,
 )
+from snugfit.features.preferences.settings import ON_ROLLOUTS
 from snugfit.step.own_forward import OwnForward, forward_of
 from snugfit.techniques.several_gpus import ranks_of
 
@@ -71,17 +75,18 @@ class PairForward:
         labels: Any = None,
         desirable: Any = None,
         reference_log_probs: Any = None,
+        advantages: Any = None,
         **inputs: Any,
     ) -> Any:
-        """Return the loss of pairs with ids (B, 2, S), or else the outputs of the model's own forward pass.
-        The Trainer removes inputs that are no named argument.
+        """Return the loss of pairs with ids (B, 2, S) or of answers with advantages. Otherwise return the
+        outputs of the model's own forward pass. The Trainer removes inputs that are no named argument.
         """
         named = {
             "input_ids": input_ids, "attention_mask": attention_mask, "labels": labels,
-            "desirable": desirable, "reference_log_probs": reference_log_probs,
+            "desirable": desirable, "reference_log_probs": reference_log_probs, "advantages": advantages,
         }  # fmt: skip
         batch = inputs | {name: value for name, value in named.items() if value is not None}
-        if input_ids is None or input_ids.dim() != 3:
+        if input_ids is None or (advantages is None and input_ids.dim() != 3):
             return self.inner(**batch)
         loss, scores = self.loss(model, batch)
         return {"loss": loss, "logits": scores}
@@ -147,12 +152,77 @@ class KtoForward(DpoForward):
         return kto_loss(policy - reference, mismatched - other, batch["desirable"], self.settings)
 
 
+class RolloutForward(DpoForward):
+    """The forward pass of a policy over its own answers, after their generation: `grpo` and `rloo`.
+
+    Only sizes are right: the tokens are those of the batch. Of the generation, the prompts' pass and the last
+    token's run, with a cache of the whole length between them.
+    """
+
+    def loss(self, model: Any, batch: Mapping[str, Any]) -> Losses:
+        """Return the mean loss of a batch of B answers, and their mean log-probabilities (B)."""
+        import torch
+
+        ids = batch["input_ids"]
+        length = self.settings["completion_length"] or -(-ids.shape[1] // 2)
+        # A step generates once, before its first micro-batch, when no weight has a gradient.
+        is_first = all(weight.grad is None for weight in model.parameters())
+        if self.settings["generation"] == "transformers" and is_first:
+            # In training, transformers' checkpointing drops the cache.
+            model.eval()
+            with torch.no_grad():
+                self._generate(model, ids, length)
+            model.train()
+        reference = old = None
+        with torch.no_grad():
+            if self.settings["old_log_probs"]:
+                old = self._log_probs(self.inner, model, batch, length)
+            if self.settings["beta"] and self.reference is not None:
+                reference = self._log_probs(self.reference, model, batch, length)
+            elif self.settings["beta"]:
+                with model.disable_adapter():
+                    reference = self._log_probs(self.inner, model, batch, length)
+        policy = self._log_probs(self.inner, model, batch, length)
+        old = policy.detach() if old is None else old
+        loss = rollout_loss(policy, old, reference, batch["advantages"], self.settings["beta"])
+        return loss, policy.detach().mean(1)
+
+    def _log_probs(self, run: Any, model: Any, batch: Mapping[str, Any], length: int) -> torch.Tensor:
+        """Return log-probabilities (B, C) of the answers' tokens, from the logits that they need alone."""
+        few = {"logits_to_keep": length + 1} if _accepts(model, "logits_to_keep") else {}
+        logits = run(**_arguments(model, batch), **few).logits
+        return answer_log_probs(logits[:, -length - 1 :], batch["input_ids"])
+
+    def _generate(self, model: Any, ids: torch.Tensor, length: int) -> None:
+        """Run the first and the last pass of a generation, which have its largest tensors."""
+        from transformers import DynamicCache
+
+        rollouts, few = self.settings["rollouts"], {}
+        if _accepts(model, "logits_to_keep"):
+            few = {"logits_to_keep": 1}
+        prompts = ids[:1, :-length].repeat(rollouts, 1)
+        cache = DynamicCache(config=model.config)
+        given = {"past_key_values": cache, "use_cache": True, **few}
+        self.inner(input_ids=prompts, **given)
+        for layer in cache.layers:
+            if length > 2 and getattr(layer, "keys", None) is not None:
+                keys, values = layer.keys, layer.values
+                further = (one.new_zeros(*one.shape[:2], length - 2, one.shape[3]) for one in (keys, values))
+                # No name keeps the shorter cache alive.
+                del keys, values
+                layer.update(*further)
+        logits = self.inner(input_ids=prompts[:, -1:], **given).logits
+        logits[:, -1].float().softmax(-1).argmax(-1)
+
+
 FORWARDS: Mapping[str, type[PairForward]] = {
     "reward": PairForward,
     "orpo": PolicyForward,
     "simpo": PolicyForward,
     "dpo": DpoForward,
     "kto": KtoForward,
+    "grpo": RolloutForward,
+    "rloo": RolloutForward,
 }
 """Class of the forward pass by task."""
 
@@ -162,14 +232,20 @@ def _rows(model: Any, batch: Mapping[str, Any], row: int | None = None) -> dict[
     pair.
     """
     names = ("input_ids", "attention_mask")
-    rows: dict[str, Any] = {
-        name: _flat(value, row) for name in names if (value := batch.get(name)) is not None
-    }
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return _arguments(model, {name: _flat(batch[name], row) for name in names if name in batch})
+
+
+def _arguments(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's arguments for the sequences (R, S) of a batch."""
+    arguments = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     # A decoder would otherwise return keys and values, which no pass reads.
-    if "use_cache" in inspect.signature(type(base).forward).parameters:
-        rows["use_cache"] = False
-    return rows
+    return arguments | ({"use_cache": False} if _accepts(model, "use_cache") else {})
+
+
+def _accepts(model: Any, argument: str) -> bool:
+    """Return True if the forward pass of a model, or of the one inside its adapters, has this argument."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return argument in inspect.signature(type(base).forward).parameters
 
 
 def _flat(tensor: torch.Tensor, row: int | None) -> torch.Tensor:
@@ -191,7 +267,7 @@ def compute_losses(job: Job, setup: Setup, model: Any, build: Callable[[], Any])
             f"The task {job.task} was tried on one GPU only. Leave --gpus and --mesh out, or use the loop of "
             "TRL with snugfit.fit."
         )
-    source, is_adapted = job.phase_settings.get("reference", ""), hasattr(model, "disable_adapter")
+    source, is_adapted = _reference_of(job), hasattr(model, "disable_adapter")
     forward = FORWARDS[job.task](
         inner=forward_of(model),
         task=job.task,
@@ -201,6 +277,13 @@ def compute_losses(job: Job, setup: Setup, model: Any, build: Callable[[], Any])
     _turn_dropout_off(model)
     model.forward = OwnForward(forward, model)
     return model
+
+
+def _reference_of(job: Job) -> str:
+    """Return the source of the reference of a job, one of `REFERENCES`; empty for a loss without one."""
+    if job.task in ON_ROLLOUTS:
+        return "auto" if job.phase_settings.get("beta") else ""
+    return str(job.phase_settings.get("reference", ""))
 
 
 def _copy(model: Any, build: Callable[[], Any]) -> Any:

@@ -27,7 +27,7 @@ from snugfit.data.rows import as_text
 from snugfit.data.samples import refuse_unknown_tokens
 from snugfit.data.tokens import Tokenizer, as_tokenizer, padding_token
 from snugfit.errors import UsageError
-from snugfit.features.preferences.settings import FORMS, tensors_of
+from snugfit.features.preferences.settings import FORMS, ON_ROLLOUTS, tensors_of
 from snugfit.job.batch import IGNORED
 from snugfit.job.job import Job, Task
 
@@ -193,6 +193,11 @@ def read_samples(
     """
     import numpy as np
 
+    if job.task in ON_ROLLOUTS:
+        raise UsageError(
+            f"snugfit train does not support the task {job.task}, whose answers the model generates. Train "
+            "with TRL, and use snugfit predict for its memory."
+        )
     if pack:
         raise UsageError(f"Packing joins texts, but the task {job.task} compares them. Leave packing out.")
     if job.phase_settings.get("reference") == "precomputed":

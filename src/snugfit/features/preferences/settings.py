@@ -47,6 +47,15 @@ class LossForm:
 
 OF_ANSWERS: Mapping[str, Any] = {"completion_length": 0}
 
+OF_ROLLOUTS = ("input_ids", "attention_mask", "advantages")
+ROLLOUTS: Mapping[str, Any] = {
+    **OF_ANSWERS, "rollouts": 0, "generation": "transformers", "vllm_share": 0.3, "old_log_probs": False,
+}  # fmt: skip
+"""Settings of a policy that generates its answers. `rollouts` are generated at once, by default the batch.
+vLLM in the same process takes its share of the GPU's memory. `old_log_probs` adds the pass of TRL's runs with
+several updates for each generation.
+"""
+
 FORMS: Mapping[str, LossForm] = {
     "reward": LossForm(tensors=("input_ids", "attention_mask")),
     "dpo": LossForm(settings={"loss_type": "sigmoid", "beta": 0.1, "reference": "auto", **OF_ANSWERS}),
@@ -56,11 +65,17 @@ FORMS: Mapping[str, LossForm] = {
         tensors=("input_ids", "attention_mask", "labels", "desirable"),
         settings={"beta": 0.1, "reference": "auto", **OF_ANSWERS},
     ),
+    "grpo": LossForm(tensors=OF_ROLLOUTS, settings={"beta": 0.0, **ROLLOUTS}),
+    "rloo": LossForm(tensors=OF_ROLLOUTS, settings={"beta": 0.05, **ROLLOUTS}),
 }
 """Form of the loss by task. The defaults are those of TRL, and for SimPO those of its article."""
 
+ON_ROLLOUTS = ("grpo", "rloo")
+"""Tasks whose samples are answers that the policy generates. They are predicted, and not trained."""
+
 TYPES: Mapping[str, type] = {
     "loss_type": str, "beta": float, "reference": str, "gamma": float, "completion_length": int,
+    "rollouts": int, "generation": str, "vllm_share": float, "old_log_probs": bool,
 }  # fmt: skip
 """Type of each setting."""
 
@@ -79,16 +94,26 @@ def complete_settings(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
             known = f"Settings: {', '.join(usual)}." if usual else "It has none, so leave it out."
             raise JobError(f"The task {job.task} has no setting {name!r}.{did_you_mean(name, usual)} {known}")
     settings = {**usual, **given}
-    for name, allowed in (("loss_type", LOSSES), ("reference", REFERENCES)):
+    choices = (("loss_type", LOSSES), ("reference", REFERENCES), ("generation", ("transformers", "vllm")))
+    for name, allowed in choices:
         if (value := settings.get(name, allowed[0])) not in allowed:
             raise JobError(
                 f"{name.replace('_', ' ')} is {value!r}.{did_you_mean(str(value), allowed)} Allowed are "
                 f"{', '.join(allowed)}."
             )
-    for name, least in (("beta", 0.0), ("gamma", -1.0)):
+    for name, least in (("beta", -1e-9 if job.task in ON_ROLLOUTS else 0.0), ("gamma", -1.0)):
         value = settings.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < 1e6:
-            raise JobError(f"{name} is {value!r}; allowed are numbers above {least:g}, such as 0.1.")
+            raise JobError(f"{name} is {value!r}; allowed are numbers above {least:.0f}, such as 0.1.")
+    if not 0 <= (share := settings.get("vllm_share", 0.0)) < 1:
+        raise JobError(f"vllm share is {share!r}; allowed are shares of the GPU's memory from 0 to below 1.")
+    if job.task in ON_ROLLOUTS:
+        # A simulation of few micro-batches has a smaller batch, and the same generation.
+        settings["rollouts"] = settings["rollouts"] or job.batch_size
+        if type(settings["rollouts"]) is not int or not 0 < settings["rollouts"] < 1 << 20:
+            raise JobError(f"rollouts is {settings['rollouts']!r}; allowed are whole numbers from 1.")
+        if job.sequence_length < 4:
+            raise JobError(f"sequence length is {job.sequence_length}; a prompt with an answer needs 4.")
     length = settings.get("completion_length", 0)
     if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < job.sequence_length:
         raise JobError(

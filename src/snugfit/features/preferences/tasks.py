@@ -48,6 +48,11 @@ class PreferenceTask(AddedTask):
         """Return options for the settings that are not the default."""
         words, usual = list[str](), FORMS[self.name].settings
         for name, value in job.phase_settings.items():
+            if name == "rollouts" and value == job.batch_size:
+                continue
+            if value is True:
+                words.append(f"--{name.replace('_', '-')}")
+                continue
             words += [f"--{name.replace('_', '-')}", str(value)] if value != usual[name] else []
         return words
 
@@ -113,3 +118,24 @@ ORPO = PolicyTask(name="orpo")
 
 SIMPO = PolicyTask(name="simpo")
 """Preferences by mean log-probabilities, without a reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask(PolicyTask):
+    """A task whose samples are answers that the policy generates, with their advantages."""
+
+    rows: ClassVar[int] = 1
+    doubts: ClassVar[tuple[str, ...]] = (
+        "The seconds have the first and the last pass of a generation. For all of it: --phase generate.",
+    )
+
+    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
+        """Return a tensor (B) for a batch of B answers, since the loss is a mean over answers."""
+        return batch["input_ids"][:, 0]
+
+
+GRPO = RolloutTask(name="grpo")
+"""Group relative policy optimization, for predictions."""
+
+RLOO = RolloutTask(name="rloo")
+"""REINFORCE with the other answers of a group as the baseline, for predictions."""
