@@ -18,7 +18,7 @@ from typing import Any
 
 DIALECTS = (
     "axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "dpo", "reward", "kto", "orpo", "cpo",
-    "script", "trainer", "loop",
+    "rloo", "grpo", "script", "trainer", "loop",
 )  # fmt: skip
 """Names of the dialects (libraries with their own keys) in the order in which a file is compared with them.
 Those with the most specific keys come first.

@@ -118,7 +118,8 @@ def complete_settings(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < job.sequence_length:
         raise JobError(
             f"completion length is {length!r}; allowed are whole numbers below the sequence length "
-            f"{job.sequence_length}, which counts the prompt too, and 0 for half of it."
+            f"{job.sequence_length}, which counts the prompt too, and 0 for half of it. Set a longer "
+            "sequence length, or fewer tokens of an answer."
         )
     _refuse_encoder_decoder(job)
     return settings

@@ -25,8 +25,8 @@ LIGER = "AutoLigerKernelForCausalLM"
 
 LOADERS = ("from_pretrained", "from_config", "_from_config")
 
-OF_PREFERENCES = ("DPO", "Reward", "KTO", "ORPO", "CPO")
-"""First parts of the names of TRL's classes for training on preferences."""
+OF_PREFERENCES = ("DPO", "Reward", "KTO", "ORPO", "CPO", "GRPO", "RLOO")
+"""First parts of the names of TRL's classes for training on preferences and on generated answers."""
 
 TRAINERS = (
     "Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer", *(f"{one}Trainer" for one in OF_PREFERENCES)

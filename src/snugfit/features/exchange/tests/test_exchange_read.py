@@ -17,7 +17,7 @@ from snugfit.features.exchange.dialect import DIALECTS, dialect
 from snugfit.features.exchange.installed import checkpointing_name, defaults
 from snugfit.features.exchange.module_names import TRAINED
 from snugfit.features.exchange.processes import RAW
-from snugfit.features.exchange.read import BATCH_OF_GPU, read_arguments
+from snugfit.features.exchange.read import BATCH_OF_GPU, PROMPT, read_arguments
 from snugfit.job.architectures import heads
 from snugfit.job.inputs import added_task, setting_keys
 from snugfit.techniques import roster
@@ -383,6 +383,7 @@ def test_tables_translate_into_words_that_exist(name: str) -> None:
     known |= {
         "lora.peft_type",
         BATCH_OF_GPU,
+        PROMPT,
         TRAINED,
         "job.vocab_size",
         *RAW,

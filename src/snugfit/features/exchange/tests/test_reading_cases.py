@@ -115,8 +115,6 @@ def test_the_number_of_gpus_completes_a_file() -> None:
 
 
 NOT_READ = [
-    ("refusals-of-other-loops/cpo.py", "RLOOTrainer trains on texts that it generates"),
-    ("refusals-of-other-loops/grpo.py", "GRPOTrainer trains on texts that it generates"),
     ("refusals-of-other-loops/lightning.py", "Lightning.*bert-base-uncased.*snugfit predict MODEL"),
     ("refusals-of-other-loops/st.py", "SentenceTransformerTrainer runs passes of its own"),
     ("script-concrete-classes/qa.py", "AutoModelForQuestionAnswering has no task here"),
@@ -248,6 +246,27 @@ def test_a_trainer_on_preferences_is_its_task(config: str, tmp_path: Path) -> No
     assert not reading.refused
     assert ON_PREFERENCES[config].items() <= reading.settings.items()
     assert "every_layer" in reading.settings["recipe"]
+
+
+def test_trainers_on_generated_answers_are_their_tasks() -> None:
+    reading = read_arguments(CASES / "refusals-of-other-loops" / "grpo.py", bfloat16=True)
+    assert not reading.refused
+    expected = {"task": "grpo", "sequence_length": 3072, "completion_length": 1024, "batch_size": 4}
+    assert expected.items() <= reading.settings.items()
+    reading = read_arguments(CASES / "refusals-of-other-loops" / "cpo.py", bfloat16=True)
+    assert not reading.refused
+    assert {"task": "rloo", "completion_length": 512}.items() <= reading.settings.items()
+
+
+def test_vllm_in_the_same_process_takes_its_share(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    given = "use_vllm=True, vllm_gpu_memory_utilization=0.4, vllm_max_model_length=4096, beta=0.04"
+    imports = "from trl import GRPOConfig, GRPOTrainer\n"
+    file.write_text(f"{imports}GRPOTrainer('gpt2', args=GRPOConfig('out', {given})).train()")
+    reading = read_arguments(file, bfloat16=True)
+    assert not reading.refused
+    expected = {"generation": "vllm", "vllm_share": 0.4, "old_log_probs": True, "beta": 0.04}
+    assert expected.items() <= reading.settings.items()
 
 
 def test_other_losses_of_cpo_are_refused(tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ from small_preferences import preference_job
 from aligned import compare, peak
 from cpu_scratch import compared
 from reported import foreseen, reports
+from small_runs import CPU
+from snugfit.job.batch import synthetic
 from snugfit.job.job import Job
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step.applier import forward_context
+from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from tiers import slow_but
 
@@ -114,3 +118,15 @@ def test_other_loops_have_the_same_peak(task: str, recipe: str, loop: str) -> No
 )  # fmt: skip
 def test_techniques_are_predicted_beside_a_reference(recipe: str) -> None:
     hold_to_reports(preference_job("llama", "dpo", padding=0.25), recipe)
+
+
+@pytest.mark.parametrize("task", ["kto", "grpo"])
+def test_a_pass_without_gradients_leaves_no_cast_weights_behind(task: str) -> None:
+    """Autocast would give the next pass its cached weights, which have no gradient."""
+    job, setup = preference_job("llama", task), Recipe.parse("bf16").setup()
+    model = build_model(job, setup, CPU)
+    with forward_context(setup, CPU):
+        model(**synthetic(job, 2))["loss"].backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    trace = rehearse(job, Recipe.parse("bf16 + every_layer").setup(), CudaPolicy())
+    assert not any("no gradient" in doubt for doubt in trace.doubts)
