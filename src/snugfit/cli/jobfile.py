@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from snugfit.errors import SnugfitError, UsageError, nearest
+from snugfit.job.inputs import setting_keys
 from snugfit.job.job import Job
-from snugfit.job.phases import phase_keys
 from snugfit.techniques.registry import hooks
 from snugfit.techniques.roster import foreign_names
 from snugfit.training.options import TrainOptions
@@ -92,9 +92,9 @@ def kinds() -> dict[str, type]:
     further options of a command, and those of training alone. One file serves predict, plan and train.
     """
     of_job = _kinds_of(Job)
-    # Each setting of a job's phases has a key of its own in the file.
+    # Each setting of a job's phases and tasks has a key of its own in the file.
     del of_job["phase_settings"]
-    return of_job | phase_keys() | _COMMAND_KEYS | training_keys()
+    return of_job | setting_keys() | _COMMAND_KEYS | training_keys()
 
 
 @cache

@@ -300,9 +300,9 @@ def _configuration(flags: Mapping[str, Any], settings: dict[str, Any]) -> Config
 
 def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     from snugfit.job.find import preset_named
+    from snugfit.job.inputs import setting_keys
     from snugfit.job.job import Job
     from snugfit.job.model import Model
-    from snugfit.job.phases import phase_keys
 
     if "model" not in settings:
         raise UsageError(
@@ -315,7 +315,7 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     if "vocab_size" in settings:
         model = model.with_vocabulary(_rows(model, str(settings["vocab_size"])))
     given["model"] = model
-    given["phase_settings"] = {key: settings[key] for key in phase_keys() if key in settings}
+    given["phase_settings"] = {key: settings[key] for key in setting_keys() if key in settings}
     if "task" not in given:
         given["task"] = _task(model)
     job = Job(**given)

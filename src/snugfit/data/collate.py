@@ -58,14 +58,14 @@ class Collate:
         import torch
 
         lists = [sample["input_ids"] for sample in samples]
-        length = self._length(lists, self.job.sequence_length)
-        batch = {"input_ids": torch.from_numpy(_pad(lists, length, self.pad_token))}
+        length = self.length(lists, self.job.sequence_length)
+        batch = {"input_ids": torch.from_numpy(pad_rows(lists, length, self.pad_token))}
         if any(len(ids) < length for ids in lists):
-            mask = _pad([[1] * len(ids) for ids in lists], length, 0)
+            mask = pad_rows([[1] * len(ids) for ids in lists], length, 0)
             batch["attention_mask"] = torch.from_numpy(mask)
         if "token_type_ids" in samples[0]:
             types = [sample["token_type_ids"] for sample in samples]
-            batch["token_type_ids"] = torch.from_numpy(_pad(types, length, 0))
+            batch["token_type_ids"] = torch.from_numpy(pad_rows(types, length, 0))
         return batch
 
     def labels(self, samples: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
@@ -83,10 +83,13 @@ class Collate:
             return torch.tensor([sample["label"] for sample in samples], dtype=kind)
         lists = [sample["labels"] for sample in samples]
         if has_target(self.job.task):
-            length = self._length(lists, self.job.target_length)
-        return torch.from_numpy(_pad(lists, length, IGNORED))
+            length = self.length(lists, self.job.target_length)
+        return torch.from_numpy(pad_rows(lists, length, IGNORED))
 
-    def _length(self, lists: Sequence[Sequence[int]], most: int) -> int:
+    def length(self, lists: Sequence[Sequence[int]], most: int) -> int:
+        """Return the length of a batch with these lists of tokens. Raises `UsageError` for more than `most`
+        tokens.
+        """
         longest = max(map(len, lists))
         if longest > most:
             raise UsageError(
@@ -97,7 +100,7 @@ class Collate:
         return min(-(-longest // multiple) * multiple, most)
 
 
-def _pad(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
+def pad_rows(lists: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
     """Return B lists as rows of one length, (B, S)."""
     import numpy as np
 

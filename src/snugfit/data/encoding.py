@@ -138,7 +138,7 @@ class Encoder:
         alone = self._tokenize(prompts, limit=None)
         for prompt, both in zip(alone, self._tokenize(joined, limit=None), strict=True):
             ids = self._with_end(both.ids)
-            shared = _common_prefix(prompt.ids, ids)
+            shared = common_prefix(prompt.ids, ids)
             yield self._cut(ids, [IGNORED] * shared + ids[shared:])
 
     def _targets(self, chunk: Numbered) -> Iterator[EncodedRow]:
@@ -253,7 +253,7 @@ _TOKEN_MASKS = ("attention_mask", "token_type_ids")
 _MAX_TOKEN_ID = 1 << 31
 
 
-def _common_prefix(first: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(first: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences.
 
     The last tokens of a prompt alone may differ from those of the prompt with its completion. The completion

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from snugfit.errors import ModelError
 from snugfit.hub_kernels import only_errors
-from snugfit.job.inputs import added_tasks
+from snugfit.job.inputs import added_tasks, objectives
 
 HEADS: Mapping[str, tuple[str, str]] = {
     "sequence-classification": (
@@ -60,7 +61,7 @@ def task_of(model_type: str, architectures: Sequence[str]) -> str | None:
     None if several tasks remain. If tasks share a class, it is the first one in `heads`, but not a
     pretraining objective (BART's).
     """
-    possible = tasks_of(model_type)
+    possible = tuple(filterfalse(objectives().__contains__, tasks_of(model_type)))
     named = [task for task in possible if class_names(task, model_type).intersection(architectures)]
     # BART's class is for masked and seq2seq language models, and Gemma 3's for text with and without images.
     named.sort(key=lambda task: task == "masked-lm")

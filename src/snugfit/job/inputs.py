@@ -6,10 +6,14 @@ one `ModelInputs` for each input type. A batch of tokens belongs to the core (`b
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
+from snugfit.errors import JobError
 from snugfit.feature_folders import feature_objects
+from snugfit.job.phases import added_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,69 @@ class AddedTask:
     """Other names of the task: those of pipelines on the Hugging Face hub. Several tasks may share a name.
     The model's architecture then decides.
     """
+
+    kind: ClassVar[str] = "task"
+    """Noun for the object in messages; that of a phase is `phase`."""
+
+    is_objective: ClassVar[bool] = False
+    """True for another loss of a head that has a task already, so that no architecture implies the task."""
+
+    rows: ClassVar[int] = 1
+    """Number of token sequences in a sample."""
+
+    doubts: ClassVar[tuple[str, ...]] = ()
+    """Warnings that each prediction of the task has."""
+
+    mixing: ClassVar[str] = ""
+    """Reason why the loss is not a mean over samples; empty without one."""
+
+    setting_types: ClassVar[Mapping[str, type]] = {}
+    """Types of the task's own settings by name. The names are keys of a job file."""
+
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Names of the recipe's slots (choices) that a job of this task does not use."""
+
+    reads_first_weights: ClassVar[bool] = False
+    """True if each step also reads the weights with which the run began."""
+
+    def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the complete settings of a job of this task. Raises `JobError` for unusable ones."""
+        if given:
+            words = " and ".join(name.replace("_", " ") for name in given)
+            owners: list[Any] = [*added_phases().values(), *added_tasks()]
+            has = " or ".join(
+                f"the {owner.kind} {owner.name}"
+                for owner in owners
+                if given.keys() <= owner.setting_types.keys()
+            )
+            remedy = f"Try {has}." if has else "Leave them out."
+            raise JobError(f"The task {job.task} in the phase {job.phase} has no setting {words}. {remedy}")
+        return {}
+
+    def arguments(self, job: Any) -> list[str]:
+        """Return arguments of a command for the job's settings that are not the default."""
+        return []
+
+    def complete(self, config: Any) -> None:
+        """Change keys of a transformers config as the task requires."""
+
+    def complete_batch(self, job: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a synthetic batch with the inputs of the loss of this job."""
+        return batch
+
+    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
+        """Return the labels over which the loss is a mean: (B), or with -100 for tokens outside the loss."""
+        return batch["labels"]
+
+    def objections(self, job: Any, recipe: Any) -> Sequence[str]:
+        """Return reasons why a recipe cannot run a job of this task, each with a remedy."""
+        return ()
+
+    def finish(self, job: Any, setup: Any, model: Any, build: Callable[[], Any]) -> Any:
+        """Return the built model, changed for the task's loss. `build` returns another model of the job, with
+        random weights and without the recipe's changes.
+        """
+        return model
 
 
 class ModelInputs:
@@ -88,6 +155,33 @@ class ModelInputs:
 def added_tasks() -> tuple[AddedTask, ...]:
     """Return the tasks, such as image classification, that features add."""
     return tuple(feature_objects("tasks", AddedTask))
+
+
+_NO_TASK = AddedTask(name="", head=("", ""))
+"""The methods' defaults, for tasks of the core."""
+
+
+@functools.cache
+def _tasks_by_name() -> Mapping[str, AddedTask]:
+    return dict(zip(map(attrgetter("name"), added_tasks()), added_tasks(), strict=True))
+
+
+def added_task(name: str) -> AddedTask:
+    """Return the task of this name that a feature adds; for another task, one whose methods change
+    nothing.
+    """
+    return _tasks_by_name().get(name, _NO_TASK)
+
+
+def objectives() -> frozenset[str]:
+    """Return the names of tasks that are a further loss of another task's head."""
+    return frozenset(map(attrgetter("name"), filter(attrgetter("is_objective"), added_tasks())))
+
+
+def setting_keys() -> dict[str, type]:
+    """Return the settings of all added phases and tasks with their types."""
+    owners: list[Any] = [*added_phases().values(), *added_tasks()]
+    return {key: kind for owner in owners for key, kind in owner.setting_types.items()}
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from snugfit.errors import JobError, did_you_mean
 from snugfit.job.architectures import class_names, class_of, heads, tasks_of, transformers_version
 from snugfit.job.dtype import DTYPES, dtype_name
-from snugfit.job.inputs import added_tasks, has_sequence, has_target, inputs_of
+from snugfit.job.inputs import AddedTask, added_task, added_tasks, has_sequence, has_target, inputs_of
 from snugfit.job.limits import length_problem
 from snugfit.job.model import Model
 from snugfit.job.phases import AddedPhase, PhaseWords, added_phases, words_by_phase
@@ -143,7 +143,7 @@ class Job:
     """Use of the model: `train` takes optimizer steps; `evaluate` runs the forward pass without gradients."""
 
     phase_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Settings, by name, of a phase that a feature adds; empty for training and evaluation."""
+    """Settings, by name, of a phase or a task that a feature adds; empty for other jobs."""
 
     batch_size: int = 4
     """Number of samples in one optimizer step (global batch size). A recipe may split the batch, but never
@@ -269,6 +269,11 @@ class Job:
         return added_phases().get(self.phase)
 
     @property
+    def added_task(self) -> AddedTask:
+        """The feature's task that the job has; for a task of the core, one whose methods change nothing."""
+        return added_task(self.task)
+
+    @property
     def trains(self) -> bool:
         """True if the job trains, so that it takes optimizer steps."""
         return self.phase is Phase.TRAIN
@@ -279,8 +284,9 @@ class Job:
         if (added := self.added_phase) is not None:
             return added.tokens(self)
         if has_sequence(self.task):
-            sequences = self.batch_size * inputs_of(self.task, self.model.architecture).sequences(self)
-            return sequences * self.sequence_length
+            inputs = inputs_of(self.task, self.model.architecture)
+            rows = self.batch_size * inputs.sequences(self) * self.added_task.rows
+            return rows * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
         # If a user's example has token ids, their sizes count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0
@@ -441,18 +447,11 @@ def _refuse_task(job: Job) -> None:
 
 
 def _complete_settings(job: Job) -> dict[str, Any]:
-    """Return the complete settings of the job's phase. Raises `JobError` for settings it does not have."""
-    added, given = job.added_phase, job.phase_settings
-    if added is not None:
-        return dict(added.settings(job, given))
-    if given:
-        words = " and ".join(name.replace("_", " ") for name in given)
-        has = " or ".join(
-            name for name, phase in added_phases().items() if given.keys() <= phase.setting_types.keys()
-        )
-        remedy = f"Try the phase {has}." if has else "Leave them out."
-        raise JobError(f"The phase {job.phase} has no setting {words}. {remedy}")
-    return {}
+    """Return the complete settings of the job's phase, or else of its task. Raises `JobError` for settings
+    that it does not have.
+    """
+    owner = job.added_phase or job.added_task
+    return dict(owner.settings(job, job.phase_settings))
 
 
 def _is_number(value: object) -> bool:

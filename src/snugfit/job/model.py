@@ -22,7 +22,7 @@ from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import LAYERS, check_facts, ignored_keys, without_ignored
 from snugfit.job.dtype import main_dtype
 from snugfit.job.find import find_facts
-from snugfit.job.inputs import has_classes, inputs_of, model_inputs
+from snugfit.job.inputs import added_task, has_classes, inputs_of, model_inputs
 from snugfit.job.weights import own_folder, stored_dtype
 
 if TYPE_CHECKING:
@@ -250,9 +250,10 @@ class Model:
         # If an architecture has two heads for one task (DeiT), from_config reads the choice here.
         config.architectures = config.architectures or []
         if task == "sequence-classification":
-            _name_a_pad_token(config.get_text_config())
+            name_a_pad_token(config.get_text_config())
         for inputs in model_inputs():
             inputs.complete(config)
+        added_task(task).complete(config)
         in_tokens = inputs_of(task, self.architecture).takes_tokens
         # Synthetic targets have a separate length, which a decoder without an encoder does not support.
         if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
@@ -294,7 +295,7 @@ def _name_a_start_token(config: Any) -> None:
         config.decoder_start_token_id = config.pad_token_id
 
 
-def _name_a_pad_token(config: Any) -> None:
+def name_a_pad_token(config: Any) -> None:
     """Set the pad token, by which decoders find a sequence's last token. Without one they take batches of 1
     only.
 

@@ -38,6 +38,9 @@ class AddedPhase:
     name: ClassVar[str]
     """Name of the phase: its value in `Phase`."""
 
+    kind: ClassVar[str] = "phase"
+    """Noun for the object in messages; that of a task is `task`."""
+
     title: ClassVar[str]
     """Noun for the phase in the heading of a report, such as `evaluation`."""
 
@@ -113,8 +116,3 @@ def words_by_phase() -> Mapping[str, PhaseWords]:
         "evaluate": PhaseWords("evaluate", "pass", "passes"),
     }
     return core | dict(map(attrgetter("name", "words"), added_phases().values()))
-
-
-def phase_keys() -> dict[str, type]:
-    """Return the settings of all added phases with their types."""
-    return {key: kind for phase in added_phases().values() for key, kind in phase.setting_types.items()}

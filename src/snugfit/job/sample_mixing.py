@@ -67,8 +67,8 @@ def mixing_of(job: Job) -> Mixing:
     """
     if not job.trains:
         return Mixing()
-    if job.mixes_samples:
-        return Mixing(reason=job.mixes_samples)
+    if reason := job.mixes_samples + job.added_task.mixing:
+        return Mixing(reason=reason)
     module = job.model.module
     if module is None:
         return Mixing(reason=inputs_of(job.task, job.model.architecture).mixing or _of_architecture(job))

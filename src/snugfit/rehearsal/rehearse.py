@@ -188,7 +188,7 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     kind = _recorder_class(step.setup)
     recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
     recorder.rank, recorder.memory.kind_of = step.rank, step.kind_of
-    for sentence in step.job.model.doubts:
+    for sentence in (*step.job.model.doubts, *step.job.added_task.doubts):
         recorder.warn(sentence)
     gradients = MissingGradients()
     with _without_collector(), contextlib.ExitStack() as stack:

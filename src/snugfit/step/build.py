@@ -68,7 +68,13 @@ def build_model(
     model.train(job.trains)
     if job.trains:
         wrap_model(setup, model)
-    return model
+
+    def build() -> torch.nn.Module:
+        with device:
+            return instantiate(job, **model_arguments(setup))
+
+    finished: torch.nn.Module = job.added_task.finish(job, setup, model, build)
+    return finished
 
 
 def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoaded) -> torch.nn.Module:

@@ -126,6 +126,8 @@ class TrainerStep(Step):
             "save_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
+            # Every synthetic input is one of the model's, and adapters hide some of their names.
+            "remove_unused_columns": False,
             **clip,
             **training_arguments(self.setup, job, self.device),
             **self.trainer_arguments,

@@ -57,7 +57,7 @@ def unused_slots(job: Job) -> frozenset[Slot]:
     job.
     """
     names = {slot for name, phase in added_phases().items() if name != job.phase for slot in phase.slots}
-    names |= job.added_phase.unused if job.added_phase else frozenset()
+    names |= (job.added_phase or job.added_task).unused
     return frozenset(map(Slot, names)).union(() if job.trains else ONLY_TRAINING)
 
 
@@ -142,7 +142,7 @@ class Recipe:
         needs are among them. No package is imported for that.
         """
         # All objections are collected, so that a user corrects a recipe once.
-        objections: list[str] = []
+        objections: list[str] = [*job.added_task.objections(job, self)]
         for technique in self:
             objections += [f"{technique}: {text}" for text in technique.objections(job, self)]
             objections += _too_old(technique, compute_capability)

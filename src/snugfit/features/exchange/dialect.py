@@ -16,7 +16,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-DIALECTS = ("axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "script", "trainer", "loop")
+DIALECTS = (
+    "axolotl", "llamafactory", "accelerate", "deepspeed", "sft", "dpo", "reward", "kto", "orpo", "cpo",
+    "rloo", "grpo", "script", "trainer", "loop",
+)  # fmt: skip
 """Names of the dialects (libraries with their own keys) in the order in which a file is compared with them.
 Those with the most specific keys come first.
 """

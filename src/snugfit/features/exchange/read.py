@@ -57,6 +57,8 @@ counts as the user's own.
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 BATCH_OF_GPU = "job.batch_of_gpu"
 """Argument with the samples per step on one GPU. The number of accumulation steps follows from it."""
+PROMPT = "job.prompt_length"
+"""Argument with the tokens of a prompt. A sequence is a prompt with its answer."""
 _JOB = "job."
 
 
@@ -429,6 +431,9 @@ class _Reader:
             self.settings[field_] = _number(value) if field_ in ("learning_rate", "clip") else value
             self.said_by[field_] = name
             self._line(self.took, name.removeprefix(_JOB), given, f"{field_} {self.settings[field_]}")
+        self.said_by.pop(PROMPT.removeprefix(_JOB), None)
+        if prompt := self.settings.pop(PROMPT.removeprefix(_JOB), 0):
+            self.settings.setdefault("sequence_length", prompt + self.settings.get("completion_length", 0))
         self._batch()
 
     def _unknown_fact(self, key: str, name: str, value: Unknown) -> None:
@@ -500,7 +505,7 @@ class _Reader:
         near = nearest(key, known, cutoff=MISSPELT) if key not in known else []
         guess = did_you_mean(key, near or known) if key not in known else ""
         says = f"snugfit does not know this key.{guess}"
-        if near and table.of_trainer and self.document.dialect in ("trainer", "sft"):
+        if near and table.of_trainer and self.document.dialect not in ("script", "loop"):
             # `TrainingArguments` would refuse this key too.
             self._line(self.refused, name, given, says, instead="")
         elif given in (None, False, "", "None", "null") or given in ([], {}):

@@ -65,7 +65,7 @@ def job_words(job: Job) -> str:
     if job.dtype != (job.model.dtype or "float32"):
         words += ["--dtype", job.dtype]
     words += [] if job.trains else ["--phase", str(job.phase)]
-    words += job.added_phase.arguments(job) if job.added_phase else []
+    words += (job.added_phase or job.added_task).arguments(job)
     words += ["--vocab-size", str(job.model.vocabulary)] if job.model.resized else []
     for name in FILE_FIELDS:
         if (value := getattr(job, name)) != defaults[name]:

@@ -116,7 +116,12 @@ def _model(
         if stays:
             parts.load_weights(model, checkpoint.folder, run.ranks)
         return model
-    whole = checkpoint is not None and not is_adapted(setup) and run.job.model.module is None
+    whole = (
+        checkpoint is not None
+        and not is_adapted(setup)
+        and run.job.model.module is None
+        and not run.job.added_task.reads_first_weights
+    )
     weights = checkpoint.folder if checkpoint is not None and whole else run.weights
 
     def on_loaded(loaded: LoadedWeights) -> None:

@@ -33,6 +33,7 @@ from snugfit.features.exchange.python.objects import (
     base_trainer,
     calls_in,
     config_name,
+    dialect_of,
     file_of,
     kind_of,
     makes_model,
@@ -65,6 +66,9 @@ READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
 IN_PYTHON = (
     "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
 )
+
+OF_LOSSES = ("beta", "loss_type", "max_length", "simpo_gamma", "precompute_ref_log_probs")
+"""Arguments of older trainers on preferences that are read."""
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 """Libraries with models of their own, which snugfit refuses."""
@@ -110,8 +114,8 @@ class _Meaning:
         script = self.script
         trainer = trainers[0] if trainers else None
         base = self._trainer_name(trainer) if trainer else ""
-        old_sft = base in ("SFTTrainer", "UnslothTrainer")
-        self._dialect(main, trainer, old_sft)
+        of_trainer = dialect_of(base)
+        self._dialect(main, trainer, of_trainer)
         self.events = _before_training(self.done, self.last)
         self.model = model = self._model(trainer)
         if model is None:
@@ -120,9 +124,10 @@ class _Meaning:
             self._refuse_without_a_run()
         if trainer is not None:
             # An SFTTrainer with plain TrainingArguments (older TRL) also trains a causal language model.
-            self._of_trainer(trainer, old_sft and script.dialect == "trainer")
+            self._of_trainer(trainer, of_trainer == "sft" and script.dialect == "trainer")
         if model is not None:
             script.arguments |= self._of_model(model)
+        self._of_preferences(trainer, of_trainer)
         for event in self.events:
             self._read_event(event)
         if isinstance(main, Record):
@@ -143,17 +148,19 @@ class _Meaning:
         script.unread = list(dict.fromkeys(script.unread))
         return script
 
-    def _dialect(self, main: ForeignCall | Record | None, trainer: ForeignCall | None, old_sft: bool) -> None:
+    def _dialect(
+        self, main: ForeignCall | Record | None, trainer: ForeignCall | None, of_trainer: str
+    ) -> None:
         """Store the library whose trainer the script uses, and the arguments of that trainer."""
         script = self.script
         if isinstance(main, Record):
-            script.dialect = "sft" if main.base == "SFTConfig" else "trainer"
+            script.dialect = dialect_of(main.base)
             script.arguments |= self._of_options(main)
         elif main is not None:
-            script.dialect = "sft" if main.name == "SFTConfig" else "trainer"
+            script.dialect = dialect_of(main.name)
             script.arguments |= self.values(main, first="output_dir")
         elif trainer is not None:
-            script.dialect = "sft" if old_sft else "trainer"
+            script.dialect = of_trainer
         elif accelerator := next((call for call in self.calls if call.name == "Accelerator"), None):
             script.dialect = "accelerate"
             script.arguments |= self.values(accelerator, first="device_placement")
@@ -409,6 +416,20 @@ class _Meaning:
             for name in words_of("methods of a step"):
                 if name in methods:
                     self.script.unread.append((methods[name], f"{call.function.node.name}.{name}"))
+
+    def _of_preferences(self, trainer: ForeignCall | None, of_trainer: str) -> None:
+        """Store the task of a trainer on preferences, in place of the one of the model's class. Older
+        versions of TRL take settings of the loss as arguments of the trainer.
+        """
+        name = self.script.dialect if trainer is None else of_trainer
+        if name not in words_of("dialects of trainers").values() or name == "sft":
+            return
+        table = dialect(name)
+        self.script.arguments["job.task"] = table.defaults["job.task"]
+        given = {} if trainer is None else trainer.named
+        for key in OF_LOSSES:
+            if key in given:
+                self.script.arguments |= table.translate(key, self.value(given[key])) or {}
 
     # ---- statements ----------------------------------------------------------------------------------------
 
@@ -713,7 +734,7 @@ class _Meaning:
 
     def _other_loops(self) -> None:
         """List optimizers outside of the trainer, and objects that accelerate prepares, as not read."""
-        for call in self.calls if self.script.dialect in ("trainer", "sft") else ():
+        for call in self.calls if self.script.dialect not in ("accelerate", "loop") else ():
             prepares = call.name == "prepare" and kind_of(getattr(call.function, "of", None)) == ACCELERATOR
             if prepares or (kind_of(call) == OPTIMIZER and id(call) not in self.read_events):
                 self.script.unread.append((call.line, f"{call.text} (not the trainer's)"))

@@ -13,6 +13,7 @@ from snugfit.features.exchange.dialect import words_of
 from snugfit.features.exchange.python.evaluate import USUAL_NAMES
 from snugfit.features.exchange.python.values import Assignment, Class, ForeignCall, Member, Name, Unknown
 from snugfit.job.architectures import class_names, heads, model_types
+from snugfit.job.inputs import added_task
 
 MODEL, PART, TRAINER, OPTIMIZER = "model", "part of the model", "trainer", "optimizer"
 TOKENIZER, LOADER, ACCELERATOR = "tokenizer", "loader", "accelerator"
@@ -24,10 +25,18 @@ LIGER = "AutoLigerKernelForCausalLM"
 
 LOADERS = ("from_pretrained", "from_config", "_from_config")
 
-TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer")
+OF_PREFERENCES = ("DPO", "Reward", "KTO", "ORPO", "CPO", "GRPO", "RLOO")
+"""First parts of the names of TRL's classes for training on preferences and on generated answers."""
+
+TRAINERS = (
+    "Trainer", "Seq2SeqTrainer", "SFTTrainer", "UnslothTrainer", *(f"{one}Trainer" for one in OF_PREFERENCES)
+)  # fmt: skip
 """Trainer classes whose training step is that of transformers' Trainer."""
 
-ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments")
+ARGUMENTS = (
+    "TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "UnslothTrainingArguments",
+    *(f"{one}Config" for one in OF_PREFERENCES),
+)  # fmt: skip
 
 
 def kind_of(value: Any) -> str:
@@ -103,6 +112,13 @@ def base_trainer(script_class: Class) -> str:
     return next((name for name in script_class.library_bases if name.endswith("Trainer")), "")
 
 
+def dialect_of(name: str) -> str:
+    """Return the dialect (table of keys) of a trainer or of a class of its arguments, by the class's name."""
+    stem = name.removesuffix("Trainer").removesuffix("Config")
+    tables: dict[str, str] = words_of("dialects of trainers")
+    return tables.get(stem, "trainer")
+
+
 def is_optimizer(call: ForeignCall) -> bool:
     """Return True for a call that creates an optimizer of a model's parameters."""
     takes = [
@@ -167,7 +183,13 @@ def task_of_class(name: str) -> str | None:
     """Return the training task of a model class, such as an auto class; None for other classes."""
     if name == LIGER:
         return "causal-lm"
-    return {auto: task for task, (auto, _) in heads().items()}.get(name) or _classes().get(name)
+    return {heads()[task][0]: task for task in _tasks()}.get(name) or _classes().get(name)
+
+
+def _tasks() -> list[str]:
+    """Return the tasks in the order in which later ones override earlier ones with the same model class."""
+    # Masked language modeling is BART's pretraining, and a further loss of a head implies no class.
+    return sorted(heads(), key=lambda task: (not added_task(task).is_objective, task != "masked-lm"))
 
 
 @cache
@@ -175,10 +197,11 @@ def _classes() -> dict[str, str]:
     """Return the training task of each model class of transformers. If two tasks share a class (BART's),
     masked language modelling is left out.
     """
-    # Later tasks override earlier ones, so masked language modeling comes first.
-    tasks = sorted(heads(), key=lambda task: task != "masked-lm")
     return {
-        name: task for task in tasks for model_type in model_types() for name in class_names(task, model_type)
+        name: task
+        for task in _tasks()
+        for model_type in model_types()
+        for name in class_names(task, model_type)
     }
 
 
@@ -259,7 +282,7 @@ def reason_against(name: str, library: str, *, is_trainer: bool) -> str | None:
     """
     if library == "peft" and name.endswith("Config") and name not in words_of("configs of lora"):
         return "is not predicted. Among peft's methods, only LoraConfig is."
-    is_config = name.endswith("Config") and name not in (*words_of("configs of scripts"), "SFTConfig")
+    is_config = name.endswith("Config") and name not in (*words_of("configs of scripts"), *ARGUMENTS)
     if not is_config and not (is_trainer and name not in TRAINERS):
         return None
     stem = name.removesuffix("Trainer").removesuffix("Config")

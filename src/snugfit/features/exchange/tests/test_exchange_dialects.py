@@ -234,7 +234,7 @@ def test_launchers_say_how_many_gpus_there_are(tmp_path: Path) -> None:
         ("a.sh", "echo hello", "has none"),
         ("a.sh", "python a.py --bf16\npython b.py --bf16", "has 2; keep one"),
         ("a.sh", "python 'a.py --bf16", "not a shell command"),
-        ("a.py", "DPOConfig(output_dir='x')", "trains on preferences"),
+        ("a.py", "BCOConfig(output_dir='x')", "trains on preferences"),
         ("a.py", "parser = HfArgumentParser(ModelArguments)", "from the command line"),
     ],
 )

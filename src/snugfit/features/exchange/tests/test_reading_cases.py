@@ -129,13 +129,10 @@ def test_the_number_of_gpus_completes_a_file() -> None:
 
 
 NOT_READ = [
-    ("refusals-of-other-loops/cpo.py", "RLOOTrainer trains on texts that it generates"),
-    ("refusals-of-other-loops/grpo.py", "GRPOTrainer trains on texts that it generates"),
     ("refusals-of-other-loops/lightning.py", "Lightning.*bert-base-uncased.*snugfit predict MODEL"),
     ("refusals-of-other-loops/st.py", "SentenceTransformerTrainer runs passes of its own"),
     ("script-concrete-classes/depth.py", "AutoModelForDepthEstimation has no task here"),
     ("script-other-adapters/ia3.py", "IA3Config is not predicted"),
-    ("script-other-trainers/dpo_old.py", "DPOTrainer trains on preferences"),
     ("script-parsers-of-trl/trlparser.py", "from the command line"),
     ("script-small-sums/starstar.py", "the arguments come from train.yaml"),
     ("torchtune-yaml/tt_min.yaml", "a configuration of torchtune"),
@@ -231,6 +228,67 @@ def test_a_recipe_of_a_preference_trainer_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model_name_or_path: gpt2\nbeta: 0.1\nper_device_train_batch_size: 4\n")
     with pytest.raises(UsageError, match="beta"):
+        read_arguments(file).refuse()
+
+
+def test_an_older_trainer_on_preferences_with_a_second_model() -> None:
+    reading = read_arguments(CASES / "script-other-trainers" / "dpo_old.py")
+    assert not reading.refused
+    assert not reading.unread
+    assert reading.settings["task"] == "dpo"
+    assert reading.settings["beta"] == 0.1
+
+
+ON_PREFERENCES = {
+    "DPOConfig(loss_type=['ipo'], beta=0.05)": {"task": "dpo", "loss_type": "ipo", "beta": 0.05},
+    "DPOConfig(precompute_ref_log_probs=True)": {"task": "dpo", "reference": "precomputed"},
+    "RewardConfig(max_length=256)": {"task": "reward", "sequence_length": 256},
+    "KTOConfig(desirable_weight=1.2)": {"task": "kto", "sequence_length": 1024},
+    "ORPOConfig(max_completion_length=99)": {"task": "orpo", "completion_length": 99},
+    "CPOConfig(loss_type='simpo', simpo_gamma=0.3)": {"task": "simpo", "gamma": 0.3},
+}
+
+
+@pytest.mark.parametrize("config", ON_PREFERENCES)
+def test_a_trainer_on_preferences_is_its_task(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    name = config.partition("Config")[0]
+    file.write_text(
+        f"from trl import {name}Config, {name}Trainer\n{name}Trainer(model='gpt2', args={config}).train()"
+    )
+    reading = read_arguments(file, bfloat16=True)
+    assert not reading.refused
+    assert ON_PREFERENCES[config].items() <= reading.settings.items()
+    assert "every_layer" in reading.settings["recipe"]
+
+
+def test_trainers_on_generated_answers_are_their_tasks() -> None:
+    reading = read_arguments(CASES / "refusals-of-other-loops" / "grpo.py", bfloat16=True)
+    assert not reading.refused
+    expected = {"task": "grpo", "sequence_length": 3072, "completion_length": 1024, "batch_size": 4}
+    assert expected.items() <= reading.settings.items()
+    reading = read_arguments(CASES / "refusals-of-other-loops" / "cpo.py", bfloat16=True)
+    assert not reading.refused
+    assert {"task": "rloo", "completion_length": 512}.items() <= reading.settings.items()
+
+
+def test_vllm_in_the_same_process_takes_its_share(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    given = "use_vllm=True, vllm_gpu_memory_utilization=0.4, vllm_max_model_length=4096, beta=0.04"
+    imports = "from trl import GRPOConfig, GRPOTrainer\n"
+    file.write_text(f"{imports}GRPOTrainer('gpt2', args=GRPOConfig('out', {given})).train()")
+    reading = read_arguments(file, bfloat16=True)
+    assert not reading.refused
+    expected = {"generation": "vllm", "vllm_share": 0.4, "old_log_probs": True, "beta": 0.04}
+    assert expected.items() <= reading.settings.items()
+
+
+def test_other_losses_of_cpo_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from trl import CPOConfig, CPOTrainer\nCPOTrainer('gpt2', args=CPOConfig('out')).train()"
+    )
+    with pytest.raises(UsageError, match="of its losses only simpo is predicted"):
         read_arguments(file).refuse()
 
 

@@ -531,9 +531,25 @@ def test_llama_factory_freezes_all_but_the_last_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "task"),
+    [
+        (AXOLOTL | {"rl": "ipo", "rl_beta": 0.2}, "dpo"),
+        (AXOLOTL | {"rl": "simpo", "simpo_gamma": 0.2}, "simpo"),
+        (AXOLOTL | {"reward_model": True}, "reward"),
+        (FACTORY | {"stage": "kto", "pref_beta": 0.2}, "kto"),
+        (FACTORY | {"stage": "dpo", "pref_loss": "orpo"}, "orpo"),
+    ],
+)
+def test_preferences_are_their_tasks(values: dict[str, Any], task: str, tmp_path: Path) -> None:
+    reading = read(tmp_path, values)
+    assert not reading.refused
+    assert reading.settings["task"] == task
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
-        (AXOLOTL | {"rl": "dpo", "load_in_8bit": True}, r"does not support training on preferences.*rl=dpo"),
+        (AXOLOTL | {"rl": "grpo", "load_in_8bit": True}, r"support this training on preferences.*rl=grpo"),
         (AXOLOTL | {"processor_type": "AutoProcessor"}, "chat with pictures"),
         (AXOLOTL | {"qat": {"weight_dtype": "int4"}}, "quantization-aware training"),
         (FACTORY | {"stage": "rm"}, "training on preferences.*stage=rm"),

@@ -1,0 +1,141 @@
+"""Tasks of training on preferences, which the core finds by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from snugfit.features.preferences.settings import (
+    FORMS,
+    NOT_TRIED,
+    TYPES,
+    complete_settings,
+    objections,
+    tensors_of,
+)
+from snugfit.job.inputs import AddedTask
+
+CLASSIFIER = ("AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+DECODER = ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTask(AddedTask):
+    """A task whose samples are pairs of token sequences, such as a chosen and a rejected answer."""
+
+    is_objective: ClassVar[bool] = True
+    rows: ClassVar[int] = 2
+    unused: ClassVar[frozenset[str]] = frozenset(NOT_TRIED)
+
+    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
+        """Return a tensor (B) for a batch of B pairs, since the loss is a mean over pairs."""
+        return batch["input_ids"][:, 0, 0]
+
+    def complete_batch(self, job: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors of the batch that the loss of this job reads, and further random ones."""
+        from snugfit.features.preferences.inputs import complete_batch
+
+        return complete_batch(batch, tensors_of(job))
+
+    def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return all settings of the task's loss by name, with defaults. Raises `JobError` for invalid
+        ones.
+        """
+        return complete_settings(job, given)
+
+    def arguments(self, job: Any) -> list[str]:
+        """Return options for the settings that are not the default."""
+        words, usual = list[str](), FORMS[self.name].settings
+        for name, value in job.phase_settings.items():
+            if name == "rollouts" and value == job.batch_size:
+                continue
+            if value is True:
+                words.append(f"--{name.replace('_', '-')}")
+                continue
+            words += [f"--{name.replace('_', '-')}", str(value)] if value != usual[name] else []
+        return words
+
+    def objections(self, job: Any, recipe: Any) -> Sequence[str]:
+        """Return reasons why a recipe cannot train this task, each with a remedy."""
+        return [*objections(job, recipe)]
+
+    def finish(self, job: Any, setup: Any, model: Any, build: Callable[[], Any]) -> Any:
+        """Return the model with a forward pass that computes the loss of a batch of pairs."""
+        from snugfit.features.preferences.passes import compute_losses
+
+        return compute_losses(job, setup, model, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTask(PreferenceTask):
+    """The task of reward models, which give one number to an answer."""
+
+    head: tuple[str, str] = CLASSIFIER
+
+    def complete(self, config: Any) -> None:
+        """Set the head's size to one number, and a padding token."""
+        from snugfit.job.model import name_a_pad_token
+
+        config.num_labels = 1
+        name_a_pad_token(config.get_text_config())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTask(PreferenceTask):
+    """A task of a decoder whose loss compares log-probabilities of answers."""
+
+    head: tuple[str, str] = DECODER
+    setting_types: ClassVar[Mapping[str, type]] = TYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceTask(PolicyTask):
+    """A task whose loss also reads log-probabilities of the model with which the run began."""
+
+    reads_first_weights: ClassVar[bool] = True
+
+
+REWARD = RewardTask(name="reward", elsewhere="rm")
+"""The task of a reward model on pairs of a chosen and a rejected answer."""
+
+DPO = ReferenceTask(name="dpo")
+"""Direct preference optimization, with its losses `sigmoid`, `hinge` and `ipo`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoTask(ReferenceTask):
+    """The task whose loss compares each answer with the mean divergence of its micro-batch."""
+
+    mixing: ClassVar[str] = "its divergence is a mean over a micro-batch"
+
+
+KTO = KtoTask(name="kto")
+"""Training on answers that are marked as desirable or undesirable."""
+
+ORPO = PolicyTask(name="orpo")
+"""Preferences by the ratio of odds, without a reference."""
+
+SIMPO = PolicyTask(name="simpo")
+"""Preferences by mean log-probabilities, without a reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask(PolicyTask):
+    """A task whose samples are answers that the policy generates, with their advantages."""
+
+    rows: ClassVar[int] = 1
+    doubts: ClassVar[tuple[str, ...]] = (
+        "The seconds have the first and the last pass of a generation. For all of it: --phase generate.",
+    )
+
+    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
+        """Return a tensor (B) for a batch of B answers, since the loss is a mean over answers."""
+        return batch["input_ids"][:, 0]
+
+
+GRPO = RolloutTask(name="grpo")
+"""Group relative policy optimization, for predictions."""
+
+RLOO = RolloutTask(name="rloo")
+"""REINFORCE with the other answers of a group as the baseline, for predictions."""

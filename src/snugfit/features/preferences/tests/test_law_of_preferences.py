@@ -1,0 +1,132 @@
+"""Law 1 for tasks on preferences: a real step on the CPU allocates the predicted bytes."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from small_preferences import preference_job
+
+from aligned import compare, peak
+from cpu_scratch import compared
+from reported import foreseen, reports
+from small_runs import CPU
+from snugfit.job.batch import synthetic
+from snugfit.job.job import Job
+from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
+from snugfit.rehearsal.few_layers import rehearse_from_few_layers
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import Trace
+from snugfit.step.applier import forward_context
+from snugfit.step.build import build_model
+from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
+
+pytestmark = pytest.mark.whole
+
+
+def hold_to_reports(job: Job, recipe: str) -> None:
+    setup = Recipe.parse(recipe).setup()
+    trace = compared(foreseen(rehearse(job, setup, CpuPolicy())))
+    real = compared(reports(job, setup))
+    third = [[event for event in events if event.step == 2] for events in (real, trace)]
+    assert all(third)
+    comparison = compare(*third)
+    assert comparison.similarity == 1.0, f"{job.task}, {recipe}: {comparison}"
+    assert peak(real) == peak(trace)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("padding", [0.0, 0.25])
+def test_a_real_step_of_a_reward_model_is_predicted(family: str, padding: float) -> None:
+    hold_to_reports(preference_job(family, "reward", padding=padding), "plain")
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("recipe", ["plain", "lora"])
+def test_a_real_step_of_a_policy_is_predicted(task: str, recipe: str) -> None:
+    hold_to_reports(preference_job("llama", task, padding=0.25), recipe)
+
+
+@pytest.mark.parametrize(
+    ("task", "recipe", "settings"),
+    [
+        ("grpo", "plain", {"rollouts": 16}),
+        ("grpo", "lora + every_layer + micro_batches(2)", {"beta": 0.1, "completion_length": 5}),
+        ("rloo", "plain", {"old_log_probs": True}),
+    ],
+)
+def test_a_real_step_over_rollouts_is_predicted(task: str, recipe: str, settings: dict[str, Any]) -> None:
+    hold_to_reports(preference_job("llama", task, phase_settings=settings), recipe)
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "every_layer"), ("gemma2", "lora")])
+def test_rollouts_take_as_much_as_a_generation(family: str, recipe: str) -> None:
+    settings = {"rollouts": 64, "completion_length": 150}
+    job = preference_job(family, "grpo", 3, batch_size=1, sequence_length=200, phase_settings=settings)
+    generation = replace(
+        job, task="causal-lm", phase="generate", batch_size=64, sequence_length=50,
+        phase_settings={"new_tokens": 150},
+    )  # fmt: skip
+    step = rehearse(job, Recipe.parse(recipe).setup(), CudaPolicy())
+    whole = rehearse(generation, Recipe.parse("plain").setup(), CudaPolicy())
+    assert rise_in(step, "forward") == pytest.approx(rise_in(whole, "prefill", "decode"), rel=0.1)
+
+
+def rise_in(trace: Trace, *phases: str) -> int:
+    """Return the bytes by which live memory rises in these phases of the last step."""
+    last = max(mark.step for mark in trace.marks)
+    marks = [mark.event for mark in trace.marks]
+    live, levels = 0, list[int]()
+    for position, event in enumerate(trace.events):
+        live += trace.blocks[abs(event) - 1].nbytes * (1 if event > 0 else -1)
+        mark = trace.marks[bisect.bisect_right(marks, position) - 1]
+        if mark.step == last and mark.phase in phases:
+            levels.append(live)
+    return max(levels) - levels[0]
+
+
+@pytest.mark.parametrize(("task", "recipe"), [("dpo", "lora + every_layer"), ("kto", "plain")])
+def test_a_deep_model_is_predicted_from_few_layers(task: str, recipe: str) -> None:
+    job, setup = preference_job("llama", task, 32), Recipe.parse(recipe).setup()
+    grown, whole = rehearse_from_few_layers(job, setup, CudaPolicy()), rehearse(job, setup, CudaPolicy())
+    assert grown is not None
+    assert (grown.peak(), len(grown.kernels)) == (whole.peak(), len(whole.kernels))
+
+
+@pytest.mark.parametrize(
+    ("task", "recipe", "loop"),
+    [("kto", "lora", "accelerate"), ("dpo", "plain", "trainer"), ("kto", "lora", "trainer")],
+)
+def test_other_loops_have_the_same_peak(task: str, recipe: str, loop: str) -> None:
+    job, setup = preference_job("llama", task, padding=0.25, sequence_length=24), Recipe.parse(recipe).setup()
+    predicted = compared(foreseen(rehearse(job, setup, CpuPolicy(), loop=loop)))
+    assert peak(compared(reports(job, setup, loop=loop))) == peak(predicted)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    slow_but(
+        [
+            "fused + every_layer + bf16 + released", "qlora + selective(attention)", "bf16_master",
+            "frozen(parts=embed_tokens) + micro_batches(2)", "adamw_8bit + eager",
+        ],
+        2,
+    ),
+)  # fmt: skip
+def test_techniques_are_predicted_beside_a_reference(recipe: str) -> None:
+    hold_to_reports(preference_job("llama", "dpo", padding=0.25), recipe)
+
+
+@pytest.mark.parametrize("task", ["kto", "grpo"])
+def test_a_pass_without_gradients_leaves_no_cast_weights_behind(task: str) -> None:
+    """Autocast would give the next pass its cached weights, which have no gradient."""
+    job, setup = preference_job("llama", task), Recipe.parse("bf16").setup()
+    model = build_model(job, setup, CPU)
+    with forward_context(setup, CPU):
+        model(**synthetic(job, 2))["loss"].backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    trace = rehearse(job, Recipe.parse("bf16 + every_layer").setup(), CudaPolicy())
+    assert not any("no gradient" in doubt for doubt in trace.doubts)
