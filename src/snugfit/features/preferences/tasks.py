@@ -96,7 +96,7 @@ class ReferenceTask(PolicyTask):
     reads_first_weights: ClassVar[bool] = True
 
 
-REWARD = RewardTask(name="reward", elsewhere="rm")
+REWARD = RewardTask(name="reward", elsewhere=("rm",))
 """The task of a reward model on pairs of a chosen and a rejected answer."""
 
 DPO = ReferenceTask(name="dpo")

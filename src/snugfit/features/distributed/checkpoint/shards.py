@@ -468,7 +468,6 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
     """Create an empty tensor for each saved optimizer state (such as AdamW's moments) in the optimizer, and
     return these tensors by name.
     """
-    import torch
 
     weights = dict(state.model.named_parameters())
     optimizer = local_optimizer(state.optimizer)

@@ -163,18 +163,18 @@ class JointProduct(NamedTuple):
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (T, H) of the rows."""
-        update = self.update
-        if self.are_apart:
-            parts = of_product.split(self.layout.sizes, 1)
-            of_rows = torch.mm(parts[0], self.weights[0])
-            for part, weight in zip(parts[1:], self.weights[1:], strict=True):
-                of_rows.addmm_(part, weight)
+        update = None if slopes is None else self.update
+        parts = of_product.split(self.layout.sizes, 1) if self.are_apart else (of_product,)
+        weights = self.weights if self.are_apart else (self.matrix(of_product.dtype),)
+        pairs = [*zip(parts, weights, strict=True)]
+        if update is not None and slopes is not None and update.seed is None:
+            # A product that adds reads the adapters' share while it multiplies.
+            of_rows = torch.mm(slopes, update.down)
         else:
-            matrix = self.matrix(of_product.dtype)
-            if update is not None and slopes is not None and update.seed is None:
-                return torch.mm(slopes, update.down).addmm_(of_product, matrix)
-            of_rows = torch.mm(of_product, matrix)
-        if update is not None and slopes is not None:
+            of_rows = torch.mm(*pairs.pop(0))
+        for part, weight in pairs:
+            of_rows.addmm_(part, weight)
+        if update is not None and slopes is not None and update.seed is not None:
             update.add_input_gradient(of_rows, slopes, update.seed)
         return of_rows
 
