@@ -3,8 +3,8 @@
     python lab/power_probe.py OUT.json [--seconds 3] [--only NAME ...]
 
 Each probe repeats CUDA graphs of one mix of kernels. After one second of warming, it reads NVML's counter of
-energy at both ends and the clock of the multiprocessors every 20 ms. A row has the mean watts, the mean
-clock in MHz, the share of readings at the power limit, the seconds of a kernel, its FLOPs and its bytes.
+energy at both ends and the clock of the multiprocessors every 20 ms. A row has the mean watts and the mean
+clock in MHz. It also has the share of readings at the power limit, and a kernel's seconds, FLOPs and bytes.
 Values are normal, since products of zeros draw less power.
 
 Probes `half NAME` alternate the kernels with a kernel that only waits on one multiprocessor for as long. So

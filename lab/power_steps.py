@@ -1,4 +1,4 @@
-"""Predict recorded steps at the power limit with and without the model of power, beside their measured seconds.
+"""Predict recorded steps at the power limit, with and without the model of power, beside measured seconds.
 
     python lab/power_steps.py OUT.json
 
