@@ -83,19 +83,21 @@ class PictureTextSamples(IndexedSamples):
         pictures = [open_picture(entry).convert("RGB") for entry in self._entries(row, index)]
         text = self._text(row, index, len(pictures))
         try:
-            found = self.processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+            outputs = self.processor(
+                text=[text], images=[pictures] if pictures else None, return_tensors="pt"
+            )
         except Exception as error:  # a user's processor may raise any exception
             raise UsageError(
                 f"{location}: the processor fails on it ({one_line(error)}). The text needs one image token "
                 "for each image. Correct this row, or remove it."
             ) from error
-        ids = found["input_ids"][0]
+        ids = outputs["input_ids"][0]
         if len(ids) > self.limit:
             raise UsageError(
                 f"{location}: {len(ids)} tokens with those of its images, but the job was planned for "
                 f"{self.limit}. Set a longer sequence length, smaller images, or remove the row."
             )
-        sample = {name: value[0] if name in FILL else value for name, value in found.items()}
+        sample = {name: value[0] if name in FILL else value for name, value in outputs.items()}
         labels = ids.clone()
         labels[labels == self.image_token] = IGNORED
         return {**sample, "labels": labels}

@@ -77,8 +77,8 @@ class PicturePreprocessor:
 
     def _prepare(self, picture: Image, entry: MediaEntry, **more: Any) -> dict[str, torch.Tensor]:
         try:
-            found = self.processor(images=picture, return_tensors="pt", **more)
-            prepared: dict[str, torch.Tensor] = {name: value[0] for name, value in found.items()}
+            outputs = self.processor(images=picture, return_tensors="pt", **more)
+            prepared: dict[str, torch.Tensor] = {name: value[0] for name, value in outputs.items()}
         except Exception as error:  # a user's image processor may raise any exception
             raise UsageError(
                 f"{entry.name}: the image processor fails on it ({one_line(error)}). Replace the file, "

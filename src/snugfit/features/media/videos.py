@@ -50,9 +50,9 @@ class VideoPreprocessor:
 
         frames = [frame.convert("RGB") for frame in _evenly(_frames(entry), self.shape[0], entry)]
         try:
-            found = self.processor(frames, return_tensors="pt")
+            outputs = self.processor(frames, return_tensors="pt")
             # An image processor may return a batch of one video, or the frames as a batch.
-            pixels: torch.Tensor = torch.as_tensor(next(iter(found.values())))
+            pixels: torch.Tensor = torch.as_tensor(next(iter(outputs.values())))
         except Exception as error:  # a user's processor may raise any exception
             raise UsageError(
                 f"{entry.name}: the processor fails on it ({one_line(error)}). Replace the video, or "

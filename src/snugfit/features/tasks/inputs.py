@@ -6,7 +6,7 @@ Shapes: B samples, S sequence length, C choices of a sample (the job's `labels`)
 |--------------------|---------------------|------------------------------------------------------------|
 | question-answering | input_ids (B, S)    | start_positions (B), end_positions (B): tokens of the answer |
 | multiple-choice    | input_ids (B, C, S) | labels (B), the correct choice                             |
-| embedding          | input_ids (B, 2, S) | none: the pairs of other samples are the wrong answers     |
+| text-embedding     | input_ids (B, 2, S) | none: the pairs of other samples are the wrong answers     |
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 |                    | question, context, answer, answer_start                                            |
 | multiple-choice    | question (or context), choices, label                                              |
 |                    | sent1, sent2, ending0, ending1, ending2, ending3, label as in SWAG                 |
-| embedding          | text and text_pair, such as a question and its passage                             |
+| text-embedding     | text and text_pair, such as a question and its passage                             |
 
 A context that is too long becomes several samples that overlap, as in SQuAD's baselines. A sample without the
 answer has its positions at the classification token. Choices are a list of texts, or {"text": [...],

@@ -14,7 +14,7 @@ CHOICES = AddedTask(
     head=("AutoModelForMultipleChoice", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"),
 )
 EMBEDDING = AddedTask(
-    name="embedding",
+    name="text-embedding",
     head=("AutoModelForTextEncoding", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES"),
-    elsewhere=("sentence-similarity", "feature-extraction"),
+    elsewhere=("embedding", "sentence-similarity", "feature-extraction"),
 )

@@ -24,7 +24,7 @@ from snugfit.training.run.dataset import data_of
 from test_batch import BERT, T5, evaluated, job_of
 from test_law_rehearsed_equals_real import hold_to_reports
 
-TASK, S = Task("embedding"), 12
+TASK, S = Task("text-embedding"), 12
 
 
 @pytest.mark.parametrize("config", [BERT, T5])
