@@ -74,7 +74,7 @@ def label_items(job: Job, batch: Mapping[str, Any]) -> int:
         return job.model.layout(job.batch_size).count(batch)
     if (own := inputs_of(job.task, job.model.architecture).label_items(batch)) is not None:
         return own
-    labels = job.added_task.counted_labels(batch)
+    labels = batch["labels"]
     if labels.dim() == 1:
         return int(labels.shape[0])
     # The first token of a causal model is never predicted, since labels shift by one.
@@ -204,8 +204,7 @@ class BatchShapes:
 
         generator = torch.Generator(device="cpu").manual_seed(seed)
         inputs = self.other.inputs(self, samples, generator)
-        targets = self.other.targets(self, samples, inputs, generator)
-        return self.job.added_task.complete_batch(self.job, {**inputs, **targets})
+        return {**inputs, **self.other.targets(self, samples, inputs, generator)}
 
     def tokens(self, samples: int, generator: torch.Generator) -> Batch:
         """Return random token ids (B, S), with their attention mask if there is padding."""

@@ -37,14 +37,11 @@ class AddedTask:
     is_objective: ClassVar[bool] = False
     """True for another loss of a head that has a task already, so that no architecture implies the task."""
 
-    rows: ClassVar[int] = 1
-    """Number of token sequences in a sample."""
-
     doubts: ClassVar[tuple[str, ...]] = ()
     """Warnings that each prediction of the task has."""
 
-    mixing: ClassVar[str] = ""
-    """Reason why the loss is not a mean over samples; empty without one."""
+    mixing: str = ""
+    """Reason why the loss is not a mean over samples; empty if it is."""
 
     setting_types: ClassVar[Mapping[str, type]] = {}
     """Types of the task's own settings by name. The names are keys of a job file."""
@@ -76,14 +73,6 @@ class AddedTask:
     def complete(self, config: Any) -> None:
         """Change keys of a transformers config as the task requires."""
 
-    def complete_batch(self, job: Any, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a synthetic batch with the inputs of the loss of this job."""
-        return batch
-
-    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
-        """Return the labels over which the loss is a mean: (B), or with -100 for tokens outside the loss."""
-        return batch["labels"]
-
     def objections(self, job: Any, recipe: Any) -> Sequence[str]:
         """Return reasons why a recipe cannot run a job of this task, each with a remedy."""
         return ()
@@ -111,9 +100,6 @@ class ModelInputs:
 
     has_target: ClassVar[bool] = False
     """True if the labels of the task are the tokens of a target sequence with its own length."""
-
-    mixing: ClassVar[str] = ""
-    """Reason why the task's loss is not a mean over samples; empty if it is."""
 
     has_images: ClassVar[bool] = False
     """True if the samples are texts with the job's number of images."""

@@ -284,9 +284,8 @@ class Job:
         if (added := self.added_phase) is not None:
             return added.tokens(self)
         if has_sequence(self.task):
-            inputs = inputs_of(self.task, self.model.architecture)
-            rows = self.batch_size * inputs.sequences(self) * self.added_task.rows
-            return rows * self.sequence_length
+            sequences = self.batch_size * inputs_of(self.task, self.model.architecture).sequences(self)
+            return sequences * self.sequence_length
         ids = (self.model.example or {}).get("input_ids")
         # If a user's example has token ids, their sizes count.
         return self.batch_size * (int(ids.numel()) // max(1, len(ids))) if ids is not None else 0

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from snugfit.job.architectures import class_names, class_of, source
 from snugfit.job.batch_layout import map_leaves
 from snugfit.job.clone import clone_to_device
-from snugfit.job.inputs import inputs_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +70,7 @@ def mixing_of(job: Job) -> Mixing:
         return Mixing(reason=reason)
     module = job.model.module
     if module is None:
-        return Mixing(reason=inputs_of(job.task, job.model.architecture).mixing or _of_architecture(job))
+        return Mixing(reason=_of_architecture(job))
     # Running a module takes seconds, so the result is cached as long as the module is alive.
     if module not in _OF_MODULES:
         _OF_MODULES[module] = _of_module(module, job.model)

@@ -28,9 +28,9 @@ class Preferences(Feature):
         """Return the command's parsed options, with the memory that vLLM leaves. Raises `UsageError` if the
         command does not support the task.
         """
-        from snugfit.features.preferences.options import checked
+        from snugfit.features.preferences.options import check_request
 
-        return checked(command, request)
+        return check_request(command, request)
 
     def read_samples(self, rows: Any, job: Job, processor: Any, tokenizer: Any, **options: Any) -> Any | None:
         """Return the dataset's rows as pairs of answers for a task on preferences; None for other tasks."""

@@ -15,11 +15,10 @@ answer, and another prompt's answer after the same prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from snugfit.features.preferences.settings import FORMS
+from snugfit.features.preferences.settings import FORMS, tensors_of
 from snugfit.job.batch import IGNORED, Batch, BatchShapes, SampleInputs
 from snugfit.job.inputs import ModelInputs
 
@@ -40,7 +39,7 @@ class PairInputs(SampleInputs):
         """Return random token ids (B, 2, S), with their attention mask if there is padding."""
         import torch
 
-        length, rows = shapes.job.sequence_length, shapes.job.added_task.rows
+        length, rows = shapes.job.sequence_length, PAIRS.sequences(shapes.job)
         ids = shapes.ids(rows * samples, length, generator)
         # Decoders read a reward at the last token that differs from the padding token.
         ids[ids == shapes.pad_token] = (shapes.pad_token + 1) % shapes.vocabulary
@@ -51,28 +50,25 @@ class PairInputs(SampleInputs):
             batch["attention_mask"] = mask
         return {name: value.view(shape) for name, value in batch.items()}
 
-    def labels(self, shapes: BatchShapes, inputs: Batch) -> torch.Tensor:
-        """Return labels (B, 2, S): the tokens of answers, with -100 for prompts and padding."""
+    def targets(self, shapes: BatchShapes, samples: int, inputs: Batch, generator: torch.Generator) -> Batch:
+        """Return the tensors beside the token ids that the loss reads. Labels (B, 2, S) are the tokens of
+        answers, with -100 for prompts and padding.
+        """
+        import torch
+
         labels = inputs["input_ids"].clone()
         padding = shapes.padding_of(labels.flatten(0, -2)) if shapes.job.padding else slice(0, 0)
         end = padding.start or shapes.job.sequence_length
         # The answer is before the padding, and at least one token of it counts.
         labels[..., : min(max(0, end - self.completion_length), end - 1)] = IGNORED
         labels[..., padding] = IGNORED
-        return labels
-
-
-def complete_batch(batch: Batch, names: Sequence[str]) -> Batch:
-    """Return the tensors of these names: those of the batch, and other inputs of a loss."""
-    import torch
-
-    samples = len(batch["input_ids"])
-    more = {
-        "desirable": torch.arange(samples, device="cpu") % 2 == 0,
-        "advantages": torch.ones(samples, device="cpu"),
-        "reference_log_probs": torch.zeros(samples, 2, device="cpu"),
-    }
-    return {name: value for name, value in {**batch, **more}.items() if name in names}
+        tensors = {
+            "labels": labels,
+            "desirable": torch.arange(samples, device="cpu") % 2 == 0,
+            "advantages": torch.ones(samples, device="cpu"),
+            "reference_log_probs": torch.zeros(samples, 2, device="cpu"),
+        }
+        return {name: tensors[name] for name in tensors_of(shapes.job) if name in tensors}
 
 
 class Pairs(ModelInputs):
@@ -81,6 +77,16 @@ class Pairs(ModelInputs):
     def serves(self, task: str, architecture: str) -> bool:
         """Return True for a task on preferences."""
         return task in FORMS
+
+    def sequences(self, job: Job) -> int:
+        """Return the number of token sequences in a sample: two in a pair."""
+        task: Any = job.added_task
+        rows: int = task.rows
+        return rows
+
+    def label_items(self, batch: Any) -> int:
+        """Return the number of samples, over which the loss is a mean."""
+        return len(batch["input_ids"])
 
     def of_job(self, job: Job, config: Any) -> PairInputs:
         """Return the maker of the job's pairs."""

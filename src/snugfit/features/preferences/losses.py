@@ -48,8 +48,8 @@ def _token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def answer_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities (B, C) of the last C tokens of ids (B, S), from logits (B, C + 1, V) of
-    the last C + 1 positions.
+    """Return the log-probabilities (B, C) of the last C tokens of ids (B, S). `logits` (B, C + 1, V) are
+    those of the last C + 1 positions.
     """
     from torch.nn.functional import pad
 

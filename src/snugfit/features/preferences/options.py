@@ -33,7 +33,7 @@ OPTIONS = (
 """Command-line options of the settings."""
 
 
-def checked(command: str, request: Any) -> Any:
+def check_request(command: str, request: Any) -> Any:
     """Return the request, with the memory that vLLM leaves. Raises `UsageError` for a command that does not
     support the task, and for several GPUs.
     """

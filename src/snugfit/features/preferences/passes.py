@@ -17,9 +17,8 @@ The reference runs after the policy, as in TRL, so the policy's activations are 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +116,11 @@ class DpoForward(PolicyForward):
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Losses:
         """Return the mean loss of a batch of B pairs, and the implicit rewards of all answers (B, 2)."""
+        import torch
+
         policy = _in_pairs(self.policy(model, batch))
         if (reference := batch.get("reference_log_probs")) is None:
-            with _without_gradients():
+            with torch.no_grad():
                 reference = _in_pairs(self.without_training(model, batch)).sums
         return dpo_loss(policy, reference, self.settings)
 
@@ -137,11 +138,13 @@ class KtoForward(DpoForward):
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Losses:
         """Return the mean loss of a batch of B answers, and their implicit rewards (B)."""
-        with _without_gradients():
+        import torch
+
+        with torch.no_grad():
             mismatched = self.policy(model, batch, 1).sums
         policy = self.policy(model, batch, 0).sums
         if (reference := batch.get("reference_log_probs")) is None:
-            with _without_gradients():
+            with torch.no_grad():
                 other = self.without_training(model, batch, 1).sums
                 reference = self.without_training(model, batch, 0).sums
         else:
@@ -152,12 +155,14 @@ class KtoForward(DpoForward):
 class RolloutForward(DpoForward):
     """The forward pass of a policy over its own answers, after their generation: `grpo` and `rloo`.
 
-    Only sizes are right: the tokens are those of the batch. Of the generation, the prompts' pass and the last
-    token's run, with a cache of the whole length between them.
+    Only sizes are right: the tokens are those of the batch. A generation runs only the prompts' pass and
+    that of the last token, with a cache of the whole length between them.
     """
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Losses:
         """Return the mean loss of a batch of B answers, and their mean log-probabilities (B)."""
+        import torch
+
         ids = batch["input_ids"]
         length = self.settings["completion_length"] or -(-ids.shape[1] // 2)
         # A step generates once, before its first micro-batch, when no weight has a gradient.
@@ -165,11 +170,11 @@ class RolloutForward(DpoForward):
         if self.settings["generation"] == "transformers" and is_first:
             # In training, transformers' checkpointing drops the cache.
             model.eval()
-            with _without_gradients():
+            with torch.no_grad():
                 self._generate(model, ids, length)
             model.train()
         reference = old = None
-        with _without_gradients():
+        with torch.no_grad():
             if self.settings["old_log_probs"]:
                 old = self._log_probs(self.inner, model, batch, length)
             if self.settings["beta"] and self.reference is not None:
@@ -241,18 +246,6 @@ def _accepts(model: Any, argument: str) -> bool:
     """Return True if the forward pass of a model, or of the one inside its adapters, has this argument."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return argument in inspect.signature(type(base).forward).parameters
-
-
-@contextlib.contextmanager
-def _without_gradients() -> Iterator[None]:
-    """Context of a pass without gradients. Autocast would pass its cached weights, which have no gradient, to
-    later passes, so they are dropped.
-    """
-    import torch
-
-    with torch.no_grad():
-        yield
-    torch.clear_autocast_cache()
 
 
 def _flat(tensor: torch.Tensor, row: int | None) -> torch.Tensor:

@@ -193,18 +193,7 @@ def read_samples(
     """
     import numpy as np
 
-    if job.task in ON_ROLLOUTS:
-        raise UsageError(
-            f"snugfit train does not support the task {job.task}, whose answers the model generates. Train "
-            "with TRL, and use snugfit predict for its memory."
-        )
-    if pack:
-        raise UsageError(f"Packing joins texts, but the task {job.task} compares them. Leave packing out.")
-    if job.phase_settings.get("reference") == "precomputed":
-        raise UsageError(
-            "reference is 'precomputed', which is for predictions and measurements: snugfit train computes "
-            "the reference in each step. Leave --reference out."
-        )
+    _refuse_untrained(job, pack=pack)
     columns = columns_of(rows, job, INPUTS, USUAL, LABELS)
     words = as_tokenizer(tokenizer)
     if words is None:
@@ -247,6 +236,22 @@ def read_samples(
         cut_tokens=lost,
         left_out=len(rows) - len(row_numbers),
     )
+
+
+def _refuse_untrained(job: Job, *, pack: bool) -> None:
+    """Raise `UsageError` for a job that is predicted alone, and for packed texts."""
+    if job.task in ON_ROLLOUTS:
+        raise UsageError(
+            f"snugfit train does not support the task {job.task}, whose answers the model generates. Train "
+            "with TRL, and use snugfit predict for its memory."
+        )
+    if pack:
+        raise UsageError(f"Packing joins texts, but the task {job.task} compares them. Leave packing out.")
+    if job.phase_settings.get("reference") == "precomputed":
+        raise UsageError(
+            "reference is 'precomputed', which is for predictions and measurements: snugfit train computes "
+            "the reference in each step. Leave --reference out."
+        )
 
 
 def _is_desirable(value: Any, location: str) -> bool:

@@ -12,7 +12,6 @@ from snugfit.features.preferences.settings import (
     TYPES,
     complete_settings,
     objections,
-    tensors_of,
 )
 from snugfit.job.inputs import AddedTask
 
@@ -26,17 +25,8 @@ class PreferenceTask(AddedTask):
 
     is_objective: ClassVar[bool] = True
     rows: ClassVar[int] = 2
+    """Number of token sequences in a sample."""
     unused: ClassVar[frozenset[str]] = frozenset(NOT_TRIED)
-
-    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
-        """Return a tensor (B) for a batch of B pairs, since the loss is a mean over pairs."""
-        return batch["input_ids"][:, 0, 0]
-
-    def complete_batch(self, job: Any, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors of the batch that the loss of this job reads, and further random ones."""
-        from snugfit.features.preferences.inputs import complete_batch
-
-        return complete_batch(batch, tensors_of(job))
 
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return all settings of the task's loss by name, with defaults. Raises `JobError` for invalid
@@ -103,14 +93,7 @@ DPO = ReferenceTask(name="dpo")
 """Direct preference optimization, with its losses `sigmoid`, `hinge` and `ipo`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KtoTask(ReferenceTask):
-    """The task whose loss compares each answer with the mean divergence of its micro-batch."""
-
-    mixing: ClassVar[str] = "its divergence is a mean over a micro-batch"
-
-
-KTO = KtoTask(name="kto")
+KTO = ReferenceTask(name="kto", mixing="its divergence is a mean over a micro-batch")
 """Training on answers that are marked as desirable or undesirable."""
 
 ORPO = PolicyTask(name="orpo")
@@ -128,10 +111,6 @@ class RolloutTask(PolicyTask):
     doubts: ClassVar[tuple[str, ...]] = (
         "The seconds have the first and the last pass of a generation. For all of it: --phase generate.",
     )
-
-    def counted_labels(self, batch: Mapping[str, Any]) -> Any:
-        """Return a tensor (B) for a batch of B answers, since the loss is a mean over answers."""
-        return batch["input_ids"][:, 0]
 
 
 GRPO = RolloutTask(name="grpo")

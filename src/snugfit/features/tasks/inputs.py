@@ -101,7 +101,6 @@ class EmbeddingInputs(ModelInputs):
     """Input type of encoders of texts, which are trained to give the texts of a pair similar embeddings."""
 
     task = tasks.EMBEDDING.name
-    mixing = "each text is compared with the partners of all texts in the batch"
 
     def of_job(self, job: Job, config: Any) -> TextPairs:
         """Return the class of a job's synthetic pairs."""

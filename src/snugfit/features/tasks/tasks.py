@@ -17,4 +17,5 @@ EMBEDDING = AddedTask(
     name="text-embedding",
     head=("AutoModelForTextEncoding", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES"),
     elsewhere=("embedding", "sentence-similarity", "feature-extraction"),
+    mixing="each text is compared with the partners of all texts in the batch",
 )

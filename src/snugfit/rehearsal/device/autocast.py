@@ -70,7 +70,9 @@ class WeightCache:
             return tensor.to(dtype)
         entry = self.entries.get(id(tensor))
         if entry is None:
-            entry = self.entries[id(tensor)] = _CachedCast(tensor, tensor.to(dtype))
+            # A pass without gradients leaves casts with gradients to later passes.
+            with torch.enable_grad():
+                entry = self.entries[id(tensor)] = _CachedCast(tensor, tensor.to(dtype))
             self._claim(entry.cast, Kind.CACHES)
         return entry.cast
 

@@ -38,6 +38,7 @@ from snugfit.features.exchange.python.objects import (
     kind_of,
     makes_model,
     model_class,
+    preferences_of,
     reason_against,
     task_of_class,
     touches,
@@ -66,9 +67,6 @@ READ_AS_VALUES = ("BitsAndBytesConfig", "ParallelismConfig")
 IN_PYTHON = (
     "Models of transformers are read; give a module in Python: snugfit.Model.from_module(module, batch)"
 )
-
-OF_LOSSES = ("beta", "loss_type", "max_length", "simpo_gamma", "precompute_ref_log_probs")
-"""Arguments of older trainers on preferences that are read."""
 
 OTHER_MODELS = ("diffusers", "timm", "torchvision", "sentence_transformers")
 """Libraries with models of their own, which snugfit refuses."""
@@ -127,7 +125,9 @@ class _Meaning:
             self._of_trainer(trainer, of_trainer == "sft" and script.dialect == "trainer")
         if model is not None:
             script.arguments |= self._of_model(model)
-        self._of_preferences(trainer, of_trainer)
+        # The loss of a trainer on preferences is another task of the model's class.
+        for key, value in preferences_of(trainer, script.dialect if trainer is None else of_trainer).items():
+            script.arguments |= dialect(of_trainer).translate(key, self.value(value)) or {key: value}
         for event in self.events:
             self._read_event(event)
         if isinstance(main, Record):
@@ -416,20 +416,6 @@ class _Meaning:
             for name in words_of("methods of a step"):
                 if name in methods:
                     self.script.unread.append((methods[name], f"{call.function.node.name}.{name}"))
-
-    def _of_preferences(self, trainer: ForeignCall | None, of_trainer: str) -> None:
-        """Store the task of a trainer on preferences, in place of the one of the model's class. Older
-        versions of TRL take settings of the loss as arguments of the trainer.
-        """
-        name = self.script.dialect if trainer is None else of_trainer
-        if name not in words_of("dialects of trainers").values() or name == "sft":
-            return
-        table = dialect(name)
-        self.script.arguments["job.task"] = table.defaults["job.task"]
-        given = {} if trainer is None else trainer.named
-        for key in OF_LOSSES:
-            if key in given:
-                self.script.arguments |= table.translate(key, self.value(given[key])) or {}
 
     # ---- statements ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from snugfit.features.exchange.dialect import words_of
+from snugfit.features.exchange.dialect import dialect, words_of
 from snugfit.features.exchange.python.evaluate import USUAL_NAMES
 from snugfit.features.exchange.python.values import Assignment, Class, ForeignCall, Member, Name, Unknown
 from snugfit.job.architectures import class_names, heads, model_types
@@ -117,6 +117,23 @@ def dialect_of(name: str) -> str:
     stem = name.removesuffix("Trainer").removesuffix("Config")
     tables: dict[str, str] = words_of("dialects of trainers")
     return tables.get(stem, "trainer")
+
+
+OF_LOSSES = ("beta", "loss_type", "max_length", "simpo_gamma", "precompute_ref_log_probs")
+"""Arguments of older trainers on preferences that are read."""
+
+
+def preferences_of(trainer: ForeignCall | None, name: str) -> dict[str, Any]:
+    """Return the task of a trainer on preferences, and the settings of its loss; empty for other trainers.
+
+    `name` is the trainer's dialect. Older versions of TRL take settings of the loss as arguments of the
+    trainer.
+    """
+    if name == "sft" or name not in words_of("dialects of trainers").values():
+        return {}
+    given = {} if trainer is None else trainer.named
+    own = {key: given[key] for key in OF_LOSSES if key in given}
+    return {"job.task": dialect(name).defaults["job.task"], **own}
 
 
 def is_optimizer(call: ForeignCall) -> bool:

@@ -121,8 +121,8 @@ def test_techniques_are_predicted_beside_a_reference(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["kto", "grpo"])
-def test_a_pass_without_gradients_leaves_no_cast_weights_behind(task: str) -> None:
-    """Autocast would give the next pass its cached weights, which have no gradient."""
+def test_a_pass_without_gradients_leaves_gradients_to_the_next(task: str) -> None:
+    """Autocast caches the weights that the first pass casts, with their gradients."""
     job, setup = preference_job("llama", task), Recipe.parse("bf16").setup()
     model = build_model(job, setup, CPU)
     with forward_context(setup, CPU):
@@ -130,3 +130,8 @@ def test_a_pass_without_gradients_leaves_no_cast_weights_behind(task: str) -> No
     assert all(weight.grad is not None for weight in model.parameters())
     trace = rehearse(job, Recipe.parse("bf16 + every_layer").setup(), CudaPolicy())
     assert not any("no gradient" in doubt for doubt in trace.doubts)
+
+
+@pytest.mark.parametrize("task", ["kto", "grpo"])
+def test_autocast_casts_weights_once_for_all_passes(task: str) -> None:
+    hold_to_reports(preference_job("llama", task), "bf16 + every_layer")
