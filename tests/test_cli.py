@@ -113,7 +113,6 @@ TYPED = {
     "an empty name": (["gpus", ""], "A name is empty. Give it a value, or leave it out."),
     "two forms": (["plan", *BERT, "--json", "--format", "markdown"], "are two forms of"),
     "operators of several": (["predict", *BERT, "--operators", "--compare", "bf16"], "shows one recipe."),
-    "a trace before the model": (["predict", "no-model", "--trace", "foo.txt"], "a trace is a .pickle for"),
     "a headroom of more than all": (["gpus", "t4", "--for", *BERT, "--headroom", "200%"], "leaves nothing"),
     "two prices": (["gpus", "t4", "--for", *BERT, "--price", "t4=1", "--price", "T4=2"], "prices, 1 and 2"),
     "a price below 0": (["gpus", "t4", "--for", *BERT, "--price", "t4=-1"], "must be a number above 0"),

@@ -163,9 +163,9 @@ def test_a_broken_import_of_a_plugin_is_one_error(plugin: Path, monkeypatch: pyt
 
 
 def test_two_plugins_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = next(iter(feature_folders.feature_packages()))
+    name = next(iter(feature_folders.feature_packages()), "twin")
     twin = feature_folders.Plugin(name, "elsewhere", "1")
-    monkeypatch.setattr(feature_folders, "plugins", lambda: (twin,))
+    monkeypatch.setattr(feature_folders, "plugins", lambda: (twin, twin))
     with pytest.raises(SnugfitError, match=f"Two features are called {name}"):
         feature_folders.feature_packages.__wrapped__()
     two = [SimpleNamespace(name="thin", dist=SimpleNamespace(name=package)) for package in ("one", "two")]

@@ -190,6 +190,15 @@ class Centred(transformers.Trainer):  # type: ignore[misc]
         return (loss, out) if return_outputs else loss
 
 
+def test_a_loss_that_is_no_mean_is_reported_for_micro_batches_of_the_user(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    more = {"kind": Centred, "gradient_accumulation_steps": 2}
+    fit(trainer_of(tmp_path, model_of("bert"), classified(8), **more), watch=told.append)
+    warned = [event["text"] for event in told if event["event"] == "warning"]
+    assert len(warned) == 1
+    assert "gradients of" in warned[0]
+
+
 def test_a_trainers_own_loss_is_compared_and_left_as_it_was(tmp_path: Path) -> None:
     told: list[str] = []
     trainer = trainer_of(tmp_path, model_of("bert").train(), classified(8), kind=Centred)

@@ -4,7 +4,6 @@ PyTorch."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.registry import hooks
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus, ranks_of
-from snugfit.techniques.wish import wishes
+from snugfit.techniques.wish import used_wishes
 from snugfit.units import MIB
 
 if TYPE_CHECKING:
@@ -178,29 +177,14 @@ def _rehearse(
     trainer_class: type[Any] | None,
     rank: int,
 ) -> Trace:
-    # An import in the middle of a step may change its trace, so it runs before.
-    if _imports_modules_late(setup) or loop != "plain":
+    # The compiler, or a library that imports it, may change the trace of a step that imports it midway.
+    if loop != "plain" or not all(wish.needs_no_compiler for wish in used_wishes(setup)):
         complete_imports()
     put_off = are_put_off()
     trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
     if put_off and not are_put_off():  # imports in the middle of a step may change its trace
         trace = _rehearse_once(job, setup, gpu, profile, loop, trainer_class, rank)
     return trace
-
-
-def _imports_modules_late(setup: Setup) -> bool:
-    """Return True if the step uses modules whose import is deferred: the compiler, or libraries that import
-    it.
-    """
-    simple = (*SIMPLE, *(wish.name for wish in wishes() if wish.needs_no_compiler))
-    return replace(Setup(), **{name: getattr(setup, name) for name in simple}) != setup
-
-
-SIMPLE = (
-    "weights_dtype", "attention", "matmul", "autocast", "scale_gradients", "micro_batches", "loader",
-    "optimizer", "expandable_segments", "logits", "checkpoint",
-)  # fmt: skip
-"""Fields of `Setup` whose values need no module whose import is deferred (`deferred_imports.py`)."""
 
 
 def _rehearse_once(

@@ -115,5 +115,6 @@ def test_a_trace_that_cannot_be_is_refused_before_the_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("snugfit.prediction.predict.predict", None)  # no work begins
     assert run(["predict", "bert-base-uncased", "--task", "masked-lm", *asked]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
