@@ -50,7 +50,7 @@ def expert_warnings(setup: Setup, blocks: Sequence[Block], missing: int) -> list
     dtypes = " and ".join(f"{dtype} ({show_bytes(nbytes)})" for dtype, nbytes in sizes.most_common())
     sentence = (
         f"The weights of experts stay in {dtypes}. bitsandbytes quantizes linear layers only, and fused "
-        "experts are parameters with three dimensions. experts=true packs them too, beside 'fused'."
+        "experts are parameters with three dimensions. With 'fused', experts=true packs them too."
     )
     return [sentence, *_about_adapters(blocks, modules, missing)]
 

@@ -61,8 +61,9 @@ def gate_experts_row(  # type: ignore[no-untyped-def]
 def gate_experts_row_backward(  # type: ignore[no-untyped-def]
     product, of_out, weights, of_weights, columns, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Triton kernel: overwrite one row of gate and up with its gradient, and the row of `of_out` with the
-    weighted output; write the gradient of the row's weight.
+    """Triton kernel: overwrite one row of gate and up with its gradient.
+
+    Overwrite the row of `of_out` with the weighted output, and write the gradient of the row's weight.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = product + 2 * row * columns
