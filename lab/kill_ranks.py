@@ -209,9 +209,7 @@ def main() -> int:
     chains = []
     for recipe in given.recipes:
         with tempfile.TemporaryDirectory() as folder:
-            job = write_job(
-                Path(folder), given.device, recipe, given.steps, is_comparable=given.then_one
-            )
+            job = write_job(Path(folder), given.device, recipe, given.steps, is_comparable=given.then_one)
             chains.append(chain(job, Path(folder), recipe, given))
         print({key: value for key, value in chains[-1].items() if key != "ends"}, flush=True)
         write_document(given.out, {"device": given.device, "versions": versions(), "chains": chains})

@@ -18,9 +18,7 @@ _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 """Module of torch's `ZeroRedundancyOptimizer`. Only its name is compared, because the import takes time."""
 
 
-def sharded_optimizer(
-    wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
-) -> torch.optim.Optimizer:
+def sharded_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
     """Return an optimizer of torch with states sharded over the processes; the hyperparameters `numbers`
     (learning rate and others) override those of `wish`. A given model is prepared for the optimizer.
     """

@@ -59,7 +59,9 @@ def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe:
         trace = [
             one
             for one in without_own(rehearsed(2, family, recipe, rank))
-            if not (one.nbytes == CODE_BOOK and one.operators[0] == "aten::_to_copy" and one.phase == "update")
+            if not (
+                one.nbytes == CODE_BOOK and one.operators[0] == "aten::_to_copy" and one.phase == "update"
+            )
         ]
         real_events = without_own(real()[family, recipe, rank].account)
         # An optimizer creates both code books at the end of the build.

@@ -1,4 +1,4 @@
-"""Fused kernels and compiled layers in several processes: law 1 on two gloo ranks, training, checkpoints, refusals.
+"""Fused kernels and compiled layers in several processes: law 1 on two gloo ranks, training, refusals.
 
 The runs use the CPU and gloo, as in `test_ranks.py` and `test_train_many.py`. There fused kernels are plain
 torch, and those of compiled layers compute nothing.
