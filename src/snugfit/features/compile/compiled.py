@@ -134,7 +134,7 @@ class Compiled(Technique):
 
     @property
     def within_modules(self) -> bool:
-        """Return True for layers by Inductor's default mode. DDP and FSDP2 exchange tensors outside of them."""
+        """Return True for layers in Inductor's default mode. Processes exchange tensors outside of them."""
         return self._wish.compiles_layers_alike and not self._wish.is_one_program
 
     @property

@@ -79,7 +79,7 @@ class Fused(Technique):
 
     @property
     def within_modules(self) -> bool:
-        """Return True: weights are joined where a layer computes, whoever holds them."""
+        """Return True: each layer reads only its own weights."""
         return True
 
     def install(self, setup: Setup) -> Setup:

@@ -30,9 +30,7 @@ PARAMETER, NUMPY, DTYPE = "parameter", "numpy", "dtype"
 """Tags in the JSON tree for values that JSON does not have, such as dtypes."""
 
 SAVED_ON = "saved_on"
-"""Name of an attribute of a copy on the host: the type of the device on which the original was, if `unpack` puts
-the tensor there.
-"""
+"""Name of a tensor's attribute: the type of the device on which `unpack` places it, in place of its own."""
 
 ARRAY = "array"
 """Tag in place of a dtype's name: the value under `NUMPY` is an array, stored as a tensor."""

@@ -4,8 +4,8 @@ bitsandbytes keeps states of small tensors in 32 bits, and those of others in 8,
 that share a scale. Its kernels take plain tensors. So each step updates this process's part of a weight. The
 size of the whole weight decides the number of bits. A run that resumes on other GPUs then trains the same.
 
-Each part must consist of whole blocks, whatever the number of GPUs. Parts are cut between rows. So weights
-whose rows are no whole blocks keep 32 bits.
+Each part must consist of whole blocks on any number of GPUs. Parts end at rows. So weights whose rows are no
+whole blocks keep 32 bits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ EIGHT_BIT = ("bitsandbytes.optim:AdamW8bit", "bitsandbytes.optim:Lion8bit")
 """Import paths of bitsandbytes' optimizers with states in 8 bits."""
 
 
-def optimizer_of_shards(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> Any:
+def optimizer_of_shards(
+    wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
+) -> torch.optim.Optimizer:
     """Return an optimizer of bitsandbytes that updates this process's shards in `groups`."""
     if wish.prepare and model is not None:
         wish.prepare.run(model)
     kind = _on_shards(wish.factory.resolve())
-    return kind(groups, **{**numbers, **wish.factory.arguments})
+    optimizer: torch.optim.Optimizer = kind(groups, **{**numbers, **wish.factory.arguments})
+    return optimizer
 
 
 def has_whole_blocks(shape: torch.Size) -> bool:
@@ -47,15 +50,16 @@ def as_shard(value: torch.Tensor, weight: Any) -> torch.Tensor:
     """Return a state's local part as a `DTensor` that is sharded like `weight`. The scales of blocks get one
     row for each row of the weight.
     """
+    import torch
     from torch.distributed.tensor import DTensor
 
     local, shape = weight.to_local(), weight.shape
     if value.shape != local.shape:
-        shape = (len(weight), math.prod(shape[1:]) // BLOCK)
+        shape = torch.Size((len(weight), math.prod(shape[1:]) // BLOCK))
         value = value.view(len(local), shape[1])
     stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
     return DTensor.from_local(
-        value, weight.device_mesh, weight.placements, run_check=False, shape=tuple(shape), stride=stride
+        value, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
     )
 
 

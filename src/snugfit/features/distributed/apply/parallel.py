@@ -40,6 +40,7 @@ from snugfit.step.wishes.python_text import CallText, keywords_text
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.registry import tensors_beside
 from snugfit.techniques.technique import Slot
+from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,18 @@ WHOLE_4_BIT = "accelerate's FSDP2 leaves 4-bit weights whole on each GPU, and on
 """Reason to refuse accelerate and the Trainer. Source: `fsdp2_prepare_model` of accelerate 1.15, which has
 these weights in `ignored_params`.
 """
+
+
+WHOLE_8_BIT = (
+    "bitsandbytes' optimizers take no shards of FSDP2 by themselves, and only snugfit train updates parts"
+)
+"""Reason to refuse 8-bit optimizer states on shards elsewhere. Source: bitsandbytes issue 1633."""
+
+UNTESTED = (
+    "replaced kernels, compiled layers and logits in chunks were not tested in several processes of "
+    "accelerate or the Trainer"
+)
+"""Reason to refuse these techniques in loops of other libraries."""
 
 
 class ParallelHandler(Handler):
@@ -216,10 +229,15 @@ class ParallelHandler(Handler):
 
     def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
         """Return a model on the host, from which accelerate moves each process's shards to its GPU. Raises
-        `UsageError` for quantized weights, which accelerate does not shard.
+        `UsageError` for quantized weights, which accelerate does not shard, and for settings that were not
+        tested in several processes of accelerate.
         """
+        if setup.lowering is not None or setup.logits is not None or _replaces_kernels(setup):
+            raise UsageError(f"{UNTESTED}. Leave --loop out.")
         if value.weights != "sharded":
             return None
+        if setup.optimizer_path in EIGHT_BIT:
+            raise UsageError(f"{WHOLE_8_BIT}. Leave --loop out, or try 'adamw'.")
         model = build(stays=True)
         if any(tensors_beside(weight) for weight in model.parameters()):
             raise UsageError(f"{WHOLE_4_BIT}. Leave --loop out, or try ddp.")
@@ -266,6 +284,11 @@ class ParallelHandler(Handler):
         or FSDP2.
         """
         return parallel_fields(value, context)
+
+
+def _replaces_kernels(setup: Setup) -> bool:
+    """Return True if these settings replace kernels in the model's modules."""
+    return any("triton" in one.packages for one in used_wishes(setup))
 
 
 def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
@@ -431,6 +454,8 @@ def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any
         )
     if wish.weights == "sharded" and is_quantized(context.recipe[Slot.ADAPTERS]):
         raise context.refusal(Slot.SHARDING, WHOLE_4_BIT)
+    if "sharded" in (wish.weights, wish.states) and context.setup.optimizer_path in EIGHT_BIT:
+        raise context.refusal(Slot.OPTIMIZER, WHOLE_8_BIT)
     if why := _why_not(wish, context.target):
         raise context.refusal(Slot.SHARDING, why)
     more: dict[str, Any] = {"mixed": MIXED[wish.dtype]} if wish.dtype else {}

@@ -468,7 +468,6 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
     """Create an empty tensor for each saved optimizer state (such as AdamW's moments) in the optimizer, and
     return these tensors by name.
     """
-
     weights = dict(state.model.named_parameters())
     optimizer = local_optimizer(state.optimizer)
     elsewhere = {id(weight) for weight in updated_elsewhere(state.optimizer)}
@@ -479,8 +478,8 @@ def _room_for_moments(state: TrainState, known: Mapping[str, Any]) -> dict[str, 
             if weight not in weights or id(weights[weight]) in elsewhere:  # another process has this weight
                 continue
             held = weights[weight].detach()
-            state = optimizer.state[weights[weight]]
-            rooms[name], state[key] = _room_for_moment(name, key, held, known[name])
+            states = optimizer.state[weights[weight]]
+            rooms[name], states[key] = _room_for_moment(name, key, held, known[name])
     return rooms
 
 
@@ -499,8 +498,8 @@ def _room_for_moment(name: str, key: str, held: torch.Tensor, known: Any) -> tup
     if key in SCALES and is_part(held):
         if not has_whole_blocks(held.shape):
             raise SnugfitError(
-                f"The checkpoint's state {name} has 8 bits, in blocks of {BLOCK} elements that go over the ends "
-                "of the weight's rows, which FSDP2 cuts. Resume with zero1 or ddp."
+                f"The checkpoint's state {name} has 8 bits, and its blocks of {BLOCK} elements cross the "
+                "rows of the weight, which FSDP2 shards. Resume with zero1 or ddp."
             )
         room = as_shard(torch.zeros(len(local) * size[1], dtype=dtype, device=local.device), held)
         return room, room

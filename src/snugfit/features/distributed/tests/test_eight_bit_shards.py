@@ -18,8 +18,10 @@ from many_ranks import LAST, run_of, trained, weights_in
 from rank_events import to_last_birth, unheard, without_own
 from small_models import small_job
 from small_runs import losses
-from snugfit.errors import RecipeError
+from snugfit.errors import RecipeError, SnugfitError, UsageError
+from snugfit.features.exchange.export import export
 from snugfit.prediction.predict import predict
+from snugfit.techniques.recipe import Recipe
 from tiers import few_of, slow_but
 from tolerance import same_losses
 
@@ -151,3 +153,11 @@ def test_other_optimizers_of_bitsandbytes_are_refused_on_shards(recipe: str) -> 
     job = small_job("llama", 2, batch_size=2, sequence_length=8)
     with pytest.raises(RecipeError, match="not simulated on shards"):
         predict(job, recipe, gpu="h200", gpus=2)
+
+
+def test_other_loops_and_scripts_refuse_states_in_eight_bits_on_shards() -> None:
+    job = small_job("llama", 1, batch_size=2, sequence_length=8)
+    with pytest.raises(UsageError, match="take no shards of FSDP2"):
+        predict(job, "fsdp + adamw_8bit", gpu="h200", gpus=2, loop="accelerate")
+    with pytest.raises(SnugfitError, match="take no shards of FSDP2"):
+        export(job, Recipe.parse("fsdp + adamw_8bit"), "torch", gpus=2)

@@ -1,4 +1,4 @@
-"""Fused kernels and compiled layers in several processes: law 1 on two gloo ranks, training, checkpoints, refusals.
+"""Fused kernels and compiled layers in several processes: law 1 on two gloo ranks, training, refusals.
 
 The runs use the CPU and gloo, as in `test_ranks.py` and `test_train_many.py`. There fused kernels are plain
 torch, and those of compiled layers compute nothing.
@@ -23,7 +23,7 @@ from many_ranks import LAST, run_of, trained, weights_in
 from rank_events import to_last_birth, unheard, without_own
 from small_models import small_job
 from small_runs import losses
-from snugfit.errors import RecipeError
+from snugfit.errors import RecipeError, UsageError
 from snugfit.prediction.predict import predict
 from tiers import few_of, slow_but
 from tolerance import same_losses, same_parameters
@@ -164,6 +164,14 @@ def test_other_compiled_code_is_refused_on_several_gpus(recipe: str) -> None:
     job = small_job("llama", 2, batch_size=2, sequence_length=8)
     with pytest.raises(RecipeError, match="compiled"):
         predict(job, recipe, gpu="h200", gpus=2)
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize("recipe", ["ddp + fused", "fsdp + compiled", "ddp + chunked_loss"])
+def test_they_are_refused_in_loops_of_other_libraries(recipe: str, loop: str) -> None:
+    job = small_job("llama", 1, batch_size=2, sequence_length=8)
+    with pytest.raises(UsageError, match="not tested in several processes of accelerate"):
+        predict(job, recipe, gpu="h200", gpus=2, loop=loop)
 
 
 def test_sharded_weights_of_a_joint_product_are_not_copied_until_the_backward_pass() -> None:

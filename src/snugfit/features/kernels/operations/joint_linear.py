@@ -103,14 +103,14 @@ class JointLinear(torch.autograd.Function):
         """Return the results, as views of one tensor."""
         weights, biases = tensors[:count], tensors[count:]
         dtype = activation_dtype(x)
-        kept = weights_to_keep(weights, dtype)
-        weight = join_weights(kept, dtype)
+        saved = weights_to_keep(weights, dtype)
+        weight = join_weights(saved, dtype)
         bias = join_weights(biases, dtype) if biases else None
         # Weights are already cast. Autocast would cast them again, and cache views.
         with torch.autocast(autocast_device(x), enabled=False):
             inner = x.to(dtype)
             joint = torch.nn.functional.linear(inner, weight, bias)
-        ctx.save_for_backward(inner, *kept)
+        ctx.save_for_backward(inner, *saved)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.sizes = [part.size(0) for part in weights]
         return joint.split(ctx.sizes, dim=-1)
@@ -118,7 +118,7 @@ class JointLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> Any:
         """Return the gradients of `x`, and of each weight and bias a slice of one tensor."""
-        x, *kept = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs = ctx.needs_input_grad
         count = len(ctx.sizes)
@@ -127,7 +127,7 @@ class JointLinear(torch.autograd.Function):
         slope, dbias = join_slopes(slopes, bias_dtype if trains_bias else None)  # (rows, all columns)
         dx = None
         if needs[0]:
-            dx = torch.mm(slope, join_weights(kept, slope.dtype)).view(x.shape).to(x_dtype)
+            dx = torch.mm(slope, join_weights(saved, slope.dtype)).view(x.shape).to(x_dtype)
         dweights: Sequence[torch.Tensor | None] = [None] * count
         dbiases: Sequence[torch.Tensor | None] = [None] * count if bias_dtype else []
         if any(needs[2 : 2 + count]):

@@ -118,7 +118,7 @@ class JointProduct(NamedTuple):
 
     @property
     def are_apart(self) -> bool:
-        """Return True if several weights are not adjacent in memory, so that each has a product of its own."""
+        """Return True if weights are not adjacent in memory, so that each has a product of its own."""
         return not self.layout.states and len(self.weights) > 1
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
