@@ -76,6 +76,11 @@ def check_target(job: Job, to: str) -> None:
         raise UsageError(f"Unknown target {to!r}.{did_you_mean(to, TARGETS)} Targets: {', '.join(TARGETS)}.")
     if not job.trains:
         raise UsageError("phase is evaluate, but an export is for training. Leave phase out.")
+    if job.added_task.is_objective:
+        raise UsageError(
+            f"The task {job.task} has a loss of its own, which no export writes. Train with snugfit "
+            "train, or with TRL and snugfit.fit."
+        )
     if job.model.module is not None:
         raise UsageError(
             f"{job.model.name} exists only in Python, so a script could not build it. Give a model by "

@@ -30,7 +30,9 @@ def next_steps(job: Job, recipe: Recipe, target: str) -> Mapping[str, str]:
     with suppress(SnugfitError):  # the Trainer may have no equivalent
         arguments = ", ".join(f"{k}={v!r}" for k, v in _changed_arguments(job, recipe).items())
         steps["In a Trainer"] = f"TrainingArguments({arguments})"
-    for to in filter(None, (target, "hf", "torch")):
+    # An export has the loss of the model itself.
+    targets = () if job.added_task.is_objective else (target, "hf", "torch")
+    for to in filter(None, targets):
         with suppress(SnugfitError):  # this target may not support the recipe
             if to == "torch":
                 refuse_unsupported("script", recipe.setup())

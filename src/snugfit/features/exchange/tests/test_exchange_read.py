@@ -394,5 +394,7 @@ def test_tables_translate_into_words_that_exist(name: str) -> None:
         words = [meaning] if isinstance(meaning, str) else [key for one in meaning.values() for key in
                  ([one] if isinstance(one, str) else one)]  # fmt: skip
         unknown = set(words) - known
+        if "dpo" not in heads():  # settings of tasks whose feature is deleted
+            unknown = {word for word in unknown if not word.startswith("job.")}
         owners = {"compiled" if "compile" in word else OWNERS[word.partition(".")[0]] for word in unknown}
         assert all(map(missing_techniques, owners))

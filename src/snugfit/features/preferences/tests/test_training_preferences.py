@@ -223,6 +223,12 @@ def test_a_killed_run_ends_as_a_whole_one(family: str, task: str, recipe: str, t
     assert_same_weights(whole.model, resumed.model)
 
 
+def test_an_export_of_another_loss_is_refused() -> None:
+    exports = pytest.importorskip("snugfit.features.exchange.export")
+    with pytest.raises(UsageError, match="task dpo has a loss of its own, which no export writes"):
+        exports.export(preference_job("llama", "dpo"), Recipe(), "torch")
+
+
 @pytest.mark.whole
 def test_micro_batches_of_pairs_give_the_same_gradients(tmp_path: Path) -> None:
     first = {}
