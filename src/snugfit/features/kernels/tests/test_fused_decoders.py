@@ -210,8 +210,9 @@ def test_in_16_bits_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_layers_that_are_computed_again_give_the_same_gradients(family: str) -> None:
     fused = small(family)
-    use_fused(fused)
     again = copy.deepcopy(fused)
+    use_fused(fused)
+    use_fused(again)
     again.gradient_checkpointing_enable({"use_reentrant": False})
     (logits, gradients), (other_logits, other_gradients) = run(fused), run(again)
     assert torch.equal(logits, other_logits)
@@ -275,8 +276,9 @@ def test_where_no_mlp_is_gated_nothing_can_be_computed_again() -> None:
 def test_products_that_are_kept_are_not_changed(family: str, keep: str) -> None:
     """Selective checkpointing returns a product again, which is then rotated once more."""
     fused = small(family, "sdpa")
-    use_fused(fused)
     again = copy.deepcopy(fused)
+    use_fused(fused)
+    use_fused(again)
     checkpoint_layers(again, CheckpointWish(keep=keep))
     (logits, gradients), (other_logits, other_gradients) = run(fused), run(again)
     assert torch.equal(logits, other_logits)

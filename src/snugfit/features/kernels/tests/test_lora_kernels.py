@@ -190,8 +190,9 @@ def test_dropout_of_adapters_has_a_mask_for_each(dtype: torch.dtype) -> None:
 
 def test_dropout_of_adapters_is_drawn_again_by_layers_that_are_computed_again() -> None:
     fused = adapted(small("llama"), ALL, lora_dropout=0.2)
-    use_fused(fused)
     again = copy.deepcopy(fused)
+    use_fused(fused)
+    use_fused(again)
     checkpoint_layers(again, CheckpointWish())
     results = []
     for model in (fused, again):
