@@ -116,29 +116,19 @@ class JointProduct(NamedTuple):
         """Return the tensors to save for the backward pass."""
         return [*self.weights, *(self.update.tensors if self.update else ())]
 
-    @property
-    def are_apart(self) -> bool:
-        """Return True if weights are not adjacent in memory, so that each has a product of its own."""
-        return not self.layout.states and len(self.weights) > 1
-
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all weights (N, H) in the dtype of the product; those of 4 bits are unpacked each time."""
+        """Return all weights (N, H) in the dtype of the product. Those of 4 bits are unpacked each time, and
+        separate ones are joined each time.
+        """
         states = self.layout.states
-        return unpack(self.weights, states, dtype) if states else self.weights[0]
+        return unpack(self.weights, states, dtype) if states else join_weights(self.weights, dtype)
 
     def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
-        if self.are_apart:
-            # Copies of weights side by side would cost more than several products.
-            product = rows.new_empty((len(rows), sum(self.layout.sizes)))
-            for weight, part in zip(self.weights, product.split(self.layout.sizes, 1), strict=True):
-                torch.mm(rows, weight.t(), out=part)
-            product = product if bias is None else product.add_(bias)
-        else:
-            turned = self.matrix(rows.dtype).t()
-            product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
-            # An unpacked matrix is large, and the adapters do not need it.
-            del turned
+        turned = self.matrix(rows.dtype).t()
+        product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
+        # An unpacked matrix is large, and the adapters do not need it.
+        del turned
         if self.update is not None:
             # Selective checkpointing reuses the product, so it must not change.
             product = product.clone() if results_are_kept() else product
@@ -158,13 +148,7 @@ class JointProduct(NamedTuple):
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (T, H) of the rows."""
-        if self.are_apart:
-            parts = of_product.split(self.layout.sizes, 1)
-            of_rows = torch.mm(parts[0], self.weights[0])
-            for part, weight in zip(parts[1:], self.weights[1:], strict=True):
-                of_rows.addmm_(part, weight)
-        else:
-            of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
+        of_rows = torch.mm(of_product, self.matrix(of_product.dtype))
         if self.update is not None and slopes is not None:
             self.update.add_input_gradient(of_rows, slopes)
         return of_rows
