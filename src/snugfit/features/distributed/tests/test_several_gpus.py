@@ -80,7 +80,7 @@ def test_gpus_that_do_not_go_with_the_recipe_or_the_batch(recipe: str, gpus: int
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("fsdp + adamw_8bit", "is not simulated on shards of weights. Try 'adamw'"),
+        ("fsdp + lion", "is not simulated on shards of weights. Try 'adamw'"),
         ("fsdp + fp16", "weights are gathered in bf16 or as they are"),
         ("tensor(2) + lora(r=2)", "is not simulated together with lora"),
         ("ddp + tensor(2) + lora(r=2)", "is not simulated together with lora"),

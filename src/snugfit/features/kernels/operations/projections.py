@@ -116,34 +116,24 @@ class JointProduct(NamedTuple):
         """Return the tensors to save for the backward pass."""
         return [*self.weights, *(self.update.tensors if self.update else ())]
 
-    @property
-    def are_apart(self) -> bool:
-        """Return True if weights are not adjacent in memory, so that each has a product of its own."""
-        return not self.layout.states and len(self.weights) > 1
-
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all weights (N, H) in the dtype of the product; those of 4 bits are unpacked each time."""
+        """Return all weights (N, H) in the dtype of the product. Those of 4 bits are unpacked each time, and
+        separate ones are joined each time.
+        """
         states = self.layout.states
-        return unpack(self.weights, states, dtype) if states else self.weights[0]
+        return unpack(self.weights, states, dtype) if states else join_weights(self.weights, dtype)
 
     def multiply(self, rows: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product (T, N) with a joint bias (N,), and with the updates of these same rows."""
+        turned = self.matrix(rows.dtype).t()
         update, keeps = self.update, results_are_kept()
-        if self.are_apart:
-            # Copies of weights side by side would cost more than several products.
-            product = rows.new_empty((len(rows), sum(self.layout.sizes)))
-            for weight, part in zip(self.weights, product.split(self.layout.sizes, 1), strict=True):
-                torch.mm(rows, weight.t(), out=part)
-            product = product if bias is None else product.add_(bias)
-        else:
-            turned = self.matrix(rows.dtype).t()
-            if update is not None and not keeps and update.covers(turned.size(1)):
-                # A product that adds reads the updates while it multiplies. An update that is added
-                # afterwards reads and writes the whole product once more.
-                return update.product(bias).addmm_(rows, turned)
-            product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
-            # An unpacked matrix is large, and the adapters do not need it.
-            del turned
+        if update is not None and not keeps and update.covers(turned.size(1)):
+            # A product that adds reads the updates while it multiplies. An update that is added afterwards
+            # reads and writes the whole product once more.
+            return update.product(bias).addmm_(rows, turned)
+        product = torch.mm(rows, turned) if bias is None else torch.addmm(bias, rows, turned)
+        # An unpacked matrix is large, and the adapters do not need it.
+        del turned
         if update is not None:
             # Selective checkpointing reuses the product, so it must not change.
             product = product.clone() if keeps else product
@@ -163,19 +153,13 @@ class JointProduct(NamedTuple):
 
     def input_gradient(self, of_product: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient (T, H) of the rows."""
-        update = None if slopes is None else self.update
-        parts = of_product.split(self.layout.sizes, 1) if self.are_apart else (of_product,)
-        weights = self.weights if self.are_apart else (self.matrix(of_product.dtype),)
-        pairs = [*zip(parts, weights, strict=True)]
-        if update is not None and slopes is not None and update.seed is None:
-            # A product that adds reads the adapters' share while it multiplies.
-            of_rows = torch.mm(slopes, update.down)
-        else:
-            of_rows = torch.mm(*pairs.pop(0))
-        for part, weight in pairs:
-            of_rows.addmm_(part, weight)
-        if update is not None and slopes is not None and update.seed is not None:
-            update.add_input_gradient(of_rows, slopes, update.seed)
+        matrix, update = self.matrix(of_product.dtype), self.update
+        if update is None or slopes is None:
+            return torch.mm(of_product, matrix)
+        if update.seed is None:
+            return torch.mm(slopes, update.down).addmm_(of_product, matrix)
+        of_rows = torch.mm(of_product, matrix)
+        update.add_input_gradient(of_rows, slopes, update.seed)
         return of_rows
 
     def gradients(
