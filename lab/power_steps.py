@@ -9,6 +9,7 @@ which has single kernels alone. A row has the milliseconds, and the clock in MHz
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -44,7 +45,8 @@ def steps() -> list[dict[str, Any]]:
     for name, (model, samples, tokens) in JOBS.items():
         document = json.loads((FOLDER / name).read_text(encoding="utf-8"))
         for row in document if isinstance(document, list) else document["rows"]:
-            if row.get("ms"):
+            # One step read weights before they were written, and its losses are NaN.
+            if row.get("ms") and not any(map(math.isnan, row.get("losses") or ())):
                 clocks = [int(line.split(",")[0]) for line in row.get("smi") or ()]
                 found.append({
                     "file": name, "model": model or row["model"], "samples": samples, "tokens": tokens,
