@@ -481,7 +481,7 @@ def test_a_gpu_that_is_named_twice_is_listed_once(capsys: pytest.CaptureFixture[
     [
         ("--bs", "Did you mean --batch-size? Try"),
         ("--batch", "Did you mean --batch-size? Try"),
-        ("--lenght", "Did you mean --sequence-length or --target-length? Try"),
+        ("--lenght", "Did you mean --sequence-length or --target-length or --completion-length? Try"),
         ("--bogus", "No such option: --bogus. Try"),
     ],
 )

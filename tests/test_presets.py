@@ -334,7 +334,7 @@ def test_a_model_of_other_sizes_has_no_preset_s(name: str) -> None:
         ("whisper-small", "speech-to-text"),
         ("vit-base-patch16-224", "image-classification"),
         ("dinov2-base", "image-classification"),
-        ("bge-small-en-v1.5", None),
+        ("bge-small-en-v1.5", "text-embedding"),
         ("deberta-v3-base", None),
     ],
 )

@@ -123,7 +123,7 @@ class ModelInputs:
         """
 
     def finish(self, model: Any) -> Any:
-        """Return the model to train in place of transformers' own, for tasks whose loss that has not."""
+        """Return the model to train: with the loss of this task, if transformers' model has none."""
         return model
 
     def sequences(self, job: Any) -> int:

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from snugfit.documents import JsonFields
 
 if TYPE_CHECKING:
@@ -69,6 +67,8 @@ class PowerRates(JsonFields):
         `seconds` are those of the step at the highest clock. `work` are sums of its kernels: clocked seconds,
         joules of arithmetic, and joules of memory traffic. Each is a number or an array of the same shape.
         """
+        import numpy as np  # a stored answer is shown without it
+
         clocked, arithmetic, traffic = work
         spare = self.limit_watts - self.idle_watts
         clock = np.ones_like(seconds, dtype=float)

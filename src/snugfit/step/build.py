@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snugfit.errors import UsageError
+from snugfit.errors import JobError, UsageError
 from snugfit.job.build import OnLoaded, instantiate
 from snugfit.step.applier import adapt_model, built_on, model_arguments, optimizer_of_part, wrap_model
 from snugfit.step.wishes.handler import STAYS
@@ -60,11 +60,13 @@ def build_model(
     else:
         with device:
             model = _instantiate(job, setup, weights, on_loaded)
-        # Code of some models creates parameters on the CPU regardless of the device (XLNet's
-        # `torch.FloatTensor`, wav2vec 2.0's `masked_spec_embed`).
-        tensors = [*model.parameters(), *model.buffers()]
-        present = [tensor for tensor in tensors if tensor.device.type == device.type]
-        model = _move(model, device, present) if len(present) < len(tensors) else model
+        if job.model.module is None:
+            # Code of some models creates tensors on the CPU regardless of the device (XLNet's
+            # `torch.FloatTensor`, wav2vec 2.0's `masked_spec_embed`).
+            tensors = [*model.parameters(), *model.buffers()]
+            model = _move(model, device, [one for one in tensors if one.device.type == device.type])
+        else:
+            _refuse_left_on_the_host(job, model, device)
     model.train(job.trains)
     if job.trains:
         wrap_model(setup, model)
@@ -80,6 +82,16 @@ def build_model(
 def _instantiate(job: Job, setup: Setup, weights: Path | None, on_loaded: OnLoaded) -> torch.nn.Module:
     built = instantiate(job, weights=weights, on_loaded=on_loaded, **model_arguments(setup))
     return adapt_model(setup, built)
+
+
+def _refuse_left_on_the_host(job: Job, model: torch.nn.Module, device: torch.device) -> None:
+    """Raise `JobError` for a user's module with parameters that a copy on the device does not have there."""
+    left = [name for name, parameter in model.named_parameters() if parameter.device.type != device.type]
+    if left:
+        raise JobError(
+            f"{job.model.name}: a copy of it has {left[0]} on the host, as of a module of torch.jit. Take "
+            "the module from which it was scripted."
+        )
 
 
 def could_be_spread_from_the_host(job: Job, setup: Setup) -> bool:

@@ -123,10 +123,12 @@ def objections(job: Job, recipe: TechniqueBySlot, wish: ParallelWish) -> Iterato
         )
     shared = "shards of weights" if wish.weights == "sharded" else "states that GPUs share"
     span = recipe[Slot.CHECKPOINTING].value
-    if wish.weights == "sharded" and span is not None and span.layers_per_span != 1:
+    is_packed = wish.weights == "sharded" and is_quantized(recipe[Slot.ADAPTERS])
+    if is_packed and span is not None and span.layers_per_span != 1:
+        # Their backward pass failed on two H200s: gathered bytes were to require gradients.
         yield (
-            f"the weights of each layer are gathered by themselves, and {recipe[Slot.CHECKPOINTING]} "
-            "recomputes several layers at once. Try 'every_layer'."
+            f"{recipe[Slot.CHECKPOINTING]} recomputes several layers at once, which fails for packed weights "
+            "that each layer gathers. Try 'every_layer'."
         )
     knows_shards = setup.optimizer_path in KNOW_SHARDS or (
         setup.optimizer_path in EIGHT_BIT and wish.ranks_of_one_part == 1 and not wish.on_host

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 JOB = small_job("llama", 4, {"vocab_size": 512, "hidden_size": 128}, batch_size=8, sequence_length=64)
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_of_each_model_keep_adapters() -> None:
     plans = plan_cards(JOB, ["h200", "l4"], gpus=2, keep="lora(r=16)", workers=1)
     for kind in plans.answers:

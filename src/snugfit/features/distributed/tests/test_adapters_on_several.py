@@ -182,7 +182,7 @@ def test_accelerate_does_not_shard_packed_weights(loop: str) -> None:
 def test_layers_that_are_recomputed_together_are_refused_on_shards() -> None:
     job = small_job("llama", 4, batch_size=2, sequence_length=8)
     with pytest.raises(SnugfitError, match="recomputes several layers at once"):
-        predict(job, "fsdp + lora(r=4) + segments", gpu="h200", gpus=2)
+        predict(job, "fsdp + qlora(r=4) + segments", gpu="h200", gpus=2)
 
 
 def test_gathered_states_are_restored_on_the_device_of_the_weights() -> None:

@@ -76,6 +76,7 @@ def really_compiled() -> list[list[Ran]]:
     return run_ranks(2, [case(*one) for one in COMPILED], within="idle_compiler:idle_kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "recipe"), COMPILED)
 def test_compiled_layers_of_two_real_ranks_allocate_what_their_traces_have(family: str, recipe: str) -> None:
     """torch copies the state of the CPU's generator while it compiles."""

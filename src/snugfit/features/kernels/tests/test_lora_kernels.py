@@ -326,7 +326,7 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
     "recipe",
     [
         "lora(r=4, targets=all-linear) + bf16_pure",
-        "lora(r=4, targets=all-linear, dropout=0.1) + bf16 + every_layer",
+        "lora(r=4, targets=q_proj|down_proj, dropout=0.1) + bf16 + every_layer",
         "lora(r=4, targets=all-linear, dora=true) + bf16_pure",
     ],
 )

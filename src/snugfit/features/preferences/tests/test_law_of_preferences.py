@@ -88,7 +88,7 @@ def rise_in(trace: Trace, *phases: str) -> int:
     return max(levels) - levels[0]
 
 
-@pytest.mark.parametrize(("task", "recipe"), [("dpo", "lora + every_layer"), ("kto", "plain")])
+@pytest.mark.parametrize(("task", "recipe"), slow_but([("dpo", "lora + every_layer"), ("kto", "plain")], 1))
 def test_a_deep_model_is_predicted_from_few_layers(task: str, recipe: str) -> None:
     job, setup = preference_job("llama", task, 32), Recipe.parse(recipe).setup()
     grown, whole = rehearse_from_few_layers(job, setup, CudaPolicy()), rehearse(job, setup, CudaPolicy())
