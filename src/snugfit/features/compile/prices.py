@@ -25,8 +25,8 @@ BERT-large took 66 s, and 4 layers 16 s. A Llama's 4 layers took 19 s (2026-11-2
 """
 
 COMPILED_SECONDS = (
-    "Seconds of compiled layers rest on eleven runs on one H200. Steps that the GPU bounds took 2 to 12 % "
-    "longer than predicted, others up to 30 %. First steps without a cache took 6 to 15 s. "
+    "Seconds of compiled layers rest on eleven runs on one H200. Steps that the GPU bounds were within 3 % "
+    "of their predictions, and others took up to 25 % longer. First steps without a cache took 6 to 15 s. "
     "snugfit measure shows yours."
 )
 
