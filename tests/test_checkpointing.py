@@ -19,12 +19,13 @@ from snugfit.errors import RecipeError
 from snugfit.job.config import check_facts
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.job.own_checkpointing import NAMES
 from snugfit.planning.keep import kept_of
 from snugfit.planning.search.space import space_of
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
-from snugfit.step.checkpointing import NAMES, checkpoint_layers
+from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
 from tiers import slow_but

@@ -16,12 +16,12 @@ from fitted import classified, model_of, padded, spoken, trainer_of
 from small_models import small_job
 from snugfit import accelerate, fit, train
 from snugfit.errors import OutOfMemory
-from snugfit.frontends.cut_loss import chosen_samples
 from snugfit.job.batch_layout import BatchLayout
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.recovery import compares_again
+from snugfit.training.run.cut_loss import chosen_samples
 
 WEIGHTS = torch.tensor([1.0, 10.0])
 RARE = [{**row, "labels": int(index % 10 == 7)} for index, row in enumerate(classified(24))]

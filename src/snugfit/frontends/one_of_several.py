@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from snugfit.errors import SnugfitError, escape_controls
-from snugfit.training.ranks import ToldElsewhere, world
+from snugfit.training.ranks import ToldElsewhere, are_joined, world
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
 """Command-line arguments of the running command, without the program's name."""
@@ -78,7 +78,7 @@ def one_of_several() -> Iterator[None]:
         if LAUNCHED not in os.environ:
             if not process.rank:
                 raise
-            if _are_joined():
+            if are_joined():  # before that, all processes raise the same errors
                 text = f"snugfit: rank {process.rank}: {_text(fault)}"
                 print(escape_controls(text), file=stderr, flush=True)
         raise ToldElsewhere(str(fault), code) from fault
@@ -98,17 +98,6 @@ def _record(fault: Exception) -> None:
         document = {"message": {"message": f"{type(fault).__name__}: {fault}", "extraInfo": more}}
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)
-
-
-def _are_joined() -> bool:
-    """Return True if the run's processes have a process group. Before that, all of them raise the same
-    errors.
-    """
-    if "torch.distributed" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
 
 
 def _text(fault: Exception) -> str:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError, ModelError, UsageError, did_you_mean, require_packages
-from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import begin_to_import, run_predictor
+from snugfit.job.gpu import capability_of
 from snugfit.job.job import Job, refuse_what_is_no_job
 from snugfit.job.weights import find_weights, own_folder
 from snugfit.step.applier import refuse_training, refuse_unsupported
@@ -33,6 +33,7 @@ from snugfit.training.options import TrainOptions
 from snugfit.training.predicted import predict_nothing
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
 from snugfit.training.recovery import cut_warning
+from snugfit.training.run.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.run import Data, Run
 from snugfit.training.run.train import train as run_to_its_end
@@ -314,10 +315,3 @@ def folder_of(output_dir: str | os.PathLike[str]) -> Path:
             f"output_dir is {output_dir!r}; it must be the folder for checkpoints and the journal."
         )
     return Path(os.path.expanduser(output_dir))
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU; None for the CPU."""
-    import torch
-
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

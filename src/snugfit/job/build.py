@@ -22,7 +22,6 @@ from snugfit.job.architectures import heads, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
 from snugfit.job.dtype import cast_weights
-from snugfit.job.inputs import inputs_of
 from snugfit.job.job import Job, refuse_lengths
 from snugfit.job.model import Model
 from snugfit.job.weights import LoadedWeights, check_loaded, freeze_as
@@ -94,9 +93,7 @@ def instantiate(
     construction = (construct or Construction)(dtype=dtype, autocast=autocast)
 
     def build(attention: str) -> nn.Module:
-        model = _from_facts(job, attention, weights, on_loaded, construction).train(job.trains)
-        finished: nn.Module = inputs_of(job.task, job.model.architecture).finish(model)
-        return finished
+        return _from_facts(job, attention, weights, on_loaded, construction).train(job.trains)
 
     try:
         with without_package_checks(attention, torch.get_default_device()):

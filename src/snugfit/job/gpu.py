@@ -300,3 +300,10 @@ def _nearest(text: str) -> str:
 
 def _list(gpus: Iterable[Gpu]) -> str:
     return ", ".join(f"{gpu.key} ({gpu.name}, {gpu.marketed_gb or '?'} GB)" for gpu in gpus)
+
+
+def capability_of(device: Any) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU of this machine, a `torch.device`; None for the CPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -70,16 +70,13 @@ class AddedTask:
         """Return arguments of a command for the job's settings that are not the default."""
         return []
 
-    def complete(self, config: Any) -> None:
-        """Change keys of a transformers config as the task requires."""
-
     def objections(self, job: Any, recipe: Any) -> Sequence[str]:
         """Return reasons why a recipe cannot run a job of this task, each with a remedy."""
         return ()
 
     def finish(self, job: Any, setup: Any, model: Any, build: Callable[[], Any]) -> Any:
-        """Return the built model, changed for the task's loss. `build` returns another model of the job, with
-        random weights and without the recipe's changes.
+        """Return the built model, with the task's loss if transformers' model has none. `build` returns
+        another model of the job, with random weights and without the recipe's changes.
         """
         return model
 
@@ -115,16 +112,12 @@ class ModelInputs:
         return task == self.task
 
     def complete(self, config: Any) -> None:
-        """Add keys that these inputs need to a transformers config, as configs of the hub have them."""
+        """Change keys of a transformers config as these inputs and their loss require."""
 
     def of_job(self, job: Any, config: Any) -> Any:
         """Return the `SampleInputs` (`batch.py`) of a job; None for those of the core. Raise `JobError` for a
         model of unknown shapes.
         """
-
-    def finish(self, model: Any) -> Any:
-        """Return the model to train: with the loss of this task, if transformers' model has none."""
-        return model
 
     def sequences(self, job: Any) -> int:
         """Return the number of token sequences in a sample, such as those of all choices."""

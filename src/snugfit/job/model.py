@@ -22,7 +22,7 @@ from snugfit.job.batch_layout import BatchDims, BatchLayout, leaves
 from snugfit.job.config import LAYERS, check_facts, ignored_keys, without_ignored
 from snugfit.job.dtype import main_dtype
 from snugfit.job.find import find_facts
-from snugfit.job.inputs import added_task, has_classes, inputs_of, model_inputs
+from snugfit.job.inputs import has_classes, inputs_of
 from snugfit.job.weights import own_folder, stored_dtype
 
 if TYPE_CHECKING:
@@ -251,12 +251,10 @@ class Model:
         config.architectures = config.architectures or []
         if task == "sequence-classification":
             name_a_pad_token(config.get_text_config())
-        for inputs in model_inputs():
-            inputs.complete(config)
-        added_task(task).complete(config)
-        in_tokens = inputs_of(task, self.architecture).takes_tokens
+        inputs = inputs_of(task, self.architecture)
+        inputs.complete(config)
         # Synthetic targets have a separate length, which a decoder without an encoder does not support.
-        if task == "seq2seq-lm" and not config.is_encoder_decoder and in_tokens:
+        if task == "seq2seq-lm" and not config.is_encoder_decoder and inputs.takes_tokens:
             raise JobError(
                 f"{self.name} ({self.architecture}) has no decoder of its own. Synthetic batches have "
                 f"targets of another length, so they do not fit it in {task}. Choose another task."

@@ -10,9 +10,9 @@ losses are no such mean:
 
 With a task of snugfit, a model of transformers has a loss over samples or tokens. So only its layers may mix
 samples. A module from Python is run on `meta` with two numbers of samples. A tensor that grows with their
-square contains pairs. A product or a mean over the samples that is no single number is a statistic. Frontends
-with data compare gradients themselves (`frontends/cut_loss.py`). They detect the other cases, and record them
-in the job (`Job.mixes_samples`).
+square contains pairs. A product or a mean over the samples that is no single number is a statistic. Loops
+with data compare gradients themselves (`training/run/cut_loss.py`). They detect the other cases, and record
+them in the job (`Job.mixes_samples`).
 """
 
 from __future__ import annotations

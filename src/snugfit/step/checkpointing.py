@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError
 from snugfit.job.build import instantiate
+from snugfit.job.own_checkpointing import NAMES
 from snugfit.step.own_forward import forward_of
 from snugfit.step.selective import checkpoint_arguments
 from snugfit.techniques import roster
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
     from snugfit.job.job import Job
     from snugfit.techniques.setup import CheckpointWish
-
-NAMES = ("activation_checkpointing", "gradient_checkpointing")
-"""Names of the attribute with which transformers' versions switch checkpointing on, the newest first."""
-
 
 ELSEWHERE = "of_another_stage"
 """Name of an attribute of a placeholder module, which replaces a layer of another pipeline stage."""
@@ -60,13 +57,6 @@ def checkpoint_layers(model: torch.nn.Module, wish: CheckpointWish) -> None:
             )
         else:
             _checkpoint_spans(model, chosen)
-
-
-def stop_own_checkpointing(model: Any) -> None:
-    """Turn off transformers' own activation checkpointing, if it is on."""
-    known = next((name for name in NAMES if hasattr(type(model), f"is_{name}")), None)
-    if known and getattr(model, f"is_{known}"):
-        getattr(model, f"{known}_disable")()
 
 
 def layer_stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:

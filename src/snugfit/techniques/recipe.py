@@ -163,8 +163,11 @@ class Recipe:
             # A user may name a technique that no plan would choose. The objection becomes a warning.
             if doubt := technique.planning_objection(job) or technique.uncertain(job):
                 yield f"{technique}: {doubt}."
-            if technique.slot in unused_slots(job) and not technique.plain:
-                yield f"{technique}: it changes nothing in the phase {job.phase}. Leave it out."
+        yield from (
+            f"{technique}: it changes nothing in the phase {job.phase}. Leave it out."
+            for technique in self
+            if technique.slot in unused_slots(job) and not technique.plain
+        )
         yield from self.lost_updates(job)
 
     def lost_updates(self, job: Job) -> Iterator[str]:

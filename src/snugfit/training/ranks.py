@@ -22,6 +22,7 @@ process has ended. That process, or its launcher, reports the reason.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -250,6 +251,15 @@ def is_broken_exchange(fault: BaseException) -> bool:
     return isinstance(fault, RuntimeError) and (
         (bool(kinds) and isinstance(fault, kinds)) or any(sign in str(fault) for sign in _BROKEN)
     )
+
+
+def are_joined() -> bool:
+    """Return True if this process has torch's process group, and so exchanges tensors with others."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager

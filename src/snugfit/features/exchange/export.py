@@ -31,7 +31,7 @@ from snugfit.features.exchange.trainer_arguments import (
     training_arguments,
     write_arguments,
 )
-from snugfit.job.inputs import ModelInputs, inputs_of
+from snugfit.job.inputs import AddedTask, ModelInputs, inputs_of
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
@@ -93,11 +93,11 @@ def check_target(job: Job, to: str) -> None:
         )
     if to in finetuning_tools.TOOLS:
         finetuning_tools.check_task(job, to)
-    inputs = type(inputs_of(job.task, job.model.architecture))
+    own_items = type(inputs_of(job.task, job.model.architecture)).label_items is not ModelInputs.label_items
+    own_loss = type(job.added_task).finish is not AddedTask.finish
     # A script's loop weighs micro-batches by `labels`, and a Trainer needs a model that returns its loss.
-    needed = ModelInputs.finish if to == "hf" else ModelInputs.label_items
-    if getattr(inputs, needed.__name__) is not needed:
-        remedy = "Use" if inputs.finish is not ModelInputs.finish else "Export to hf, or use"
+    if own_loss if to == "hf" else own_items:
+        remedy = "Use" if own_loss else "Export to hf, or use"
         raise UsageError(
             f"An export to {to} is not supported for {job.task}: its loss needs other code. "
             f"{remedy} snugfit train."

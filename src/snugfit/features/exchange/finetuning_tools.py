@@ -18,7 +18,7 @@ from snugfit.features.exchange.dialect import dialect
 from snugfit.features.exchange.script import folder_or_id, script_values, write_script, writer
 from snugfit.features.exchange.trainer_arguments import training_arguments, write_arguments
 from snugfit.job.job import Task
-from snugfit.step.checkpointing import NAMES
+from snugfit.job.own_checkpointing import NAMES
 from snugfit.techniques import roster
 from snugfit.techniques.setup import CheckpointWish
 from snugfit.techniques.technique import ALL_LINEAR, Slot

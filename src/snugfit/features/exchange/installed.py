@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from snugfit.deferred_imports import defer_imports
 from snugfit.hub_kernels import no_hub_kernels
 from snugfit.job.architectures import source, transformers_version
-from snugfit.step.checkpointing import NAMES
+from snugfit.job.own_checkpointing import NAMES
 
 CHECKPOINTING, OLD_CHECKPOINTING = NAMES
 

@@ -45,22 +45,19 @@ def use_fused(model: torch.nn.Module, recomputed_mlps: int = 0) -> None:
         setattr(head, LOSS_KERNEL, CrossEntropyKernel())
 
 
-def remove_fused(model: torch.nn.Module) -> bool:
-    """Give the model's modules their own forward passes again. Return True if any had snugfit's.
+def remove_fused(model: torch.nn.Module) -> None:
+    """Give the model's modules their own forward passes again.
 
     Weights that are adjacent in memory stay so, which changes no result.
     """
-    removed = False
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FusedForward):
             del module.forward
-            removed = True
         for name in (encoders.SITE, RECOMPUTES, LOSS_KERNEL):
             vars(module).pop(name, None)
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is without_mask:
                 del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
-    return removed
 
 
 def _recompute_mlps(model: torch.nn.Module, count: int) -> None:

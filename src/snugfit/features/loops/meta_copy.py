@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from snugfit.job.clone import clone_to_device
-from snugfit.step.checkpointing import stop_own_checkpointing
+from snugfit.job.own_checkpointing import stop_own_checkpointing
 
 
 def copy_without_data(model: Any) -> Any:

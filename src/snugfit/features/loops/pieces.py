@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from snugfit.frontends.items import layout_of
 from snugfit.job.batch_layout import BatchDims, leaves
+from snugfit.training.run.items import layout_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -75,8 +75,8 @@ class Pairs(ModelInputs):
     """Inputs of tasks on preferences."""
 
     def serves(self, task: str, architecture: str) -> bool:
-        """Return True for a task on preferences."""
-        return task in FORMS
+        """Return True for a task on preferences other than rewards."""
+        return task in FORMS and task != "reward"
 
     def sequences(self, job: Job) -> int:
         """Return the number of token sequences in a sample: two in a pair."""
@@ -95,4 +95,19 @@ class Pairs(ModelInputs):
         return PairInputs(given or -(-job.sequence_length // 2))
 
 
-PAIRS = Pairs()
+class RewardPairs(Pairs):
+    """Inputs of reward models, whose head gives one number to each answer."""
+
+    def serves(self, task: str, architecture: str) -> bool:
+        """Return True for the task of reward models."""
+        return task == "reward"
+
+    def complete(self, config: Any) -> None:
+        """Set the head's size to one number, and a padding token."""
+        from snugfit.job.model import name_a_pad_token
+
+        config.num_labels = 1
+        name_a_pad_token(config.get_text_config())
+
+
+REWARD_PAIRS, PAIRS = RewardPairs(), Pairs()

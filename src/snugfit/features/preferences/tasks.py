@@ -63,13 +63,6 @@ class RewardTask(PreferenceTask):
 
     head: tuple[str, str] = CLASSIFIER
 
-    def complete(self, config: Any) -> None:
-        """Set the head's size to one number, and a padding token."""
-        from snugfit.job.model import name_a_pad_token
-
-        config.num_labels = 1
-        name_a_pad_token(config.get_text_config())
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTask(PreferenceTask):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import JobError
 from snugfit.features.tasks import tasks
-from snugfit.features.tasks.contrast import TEXTS, with_contrastive_loss
+from snugfit.features.tasks.contrast import TEXTS
 from snugfit.job.batch import Batch, BatchShapes, SampleInputs
 from snugfit.job.inputs import ModelInputs
 
@@ -113,10 +113,6 @@ class EmbeddingInputs(ModelInputs):
     def label_items(self, batch: Mapping[str, Any]) -> int:
         """Return the number of pairs."""
         return len(batch["input_ids"])
-
-    def finish(self, model: Any) -> Any:
-        """Return the encoder with the contrastive loss."""
-        return with_contrastive_loss(model)
 
 
 QUESTION_INPUTS, CHOICE_INPUTS, EMBEDDING_INPUTS = QuestionInputs(), ChoiceInputs(), EmbeddingInputs()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from snugfit.job.inputs import AddedTask
 
 QUESTIONS = AddedTask(
@@ -13,7 +17,20 @@ CHOICES = AddedTask(
     name="multiple-choice",
     head=("AutoModelForMultipleChoice", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"),
 )
-EMBEDDING = AddedTask(
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingTask(AddedTask):
+    """The task of encoders of texts that learn similar embeddings for the texts of a pair."""
+
+    def finish(self, job: Any, setup: Any, model: Any, build: Callable[[], Any]) -> Any:
+        """Return the encoder with the contrastive loss."""
+        from snugfit.features.tasks.contrast import add_contrastive_loss
+
+        return add_contrastive_loss(model)
+
+
+EMBEDDING = EmbeddingTask(
     name="text-embedding",
     head=("AutoModelForTextEncoding", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES"),
     elsewhere=("embedding", "sentence-similarity", "feature-extraction"),

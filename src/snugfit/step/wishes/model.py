@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import RecipeError
 from snugfit.job.build import without_package_checks
 from snugfit.job.dtype import cast_weights, dtype_name
-from snugfit.step.checkpointing import checkpoint_layers, stop_own_checkpointing
+from snugfit.job.own_checkpointing import stop_own_checkpointing
+from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.step.selective import script_lines
 from snugfit.step.wishes.handler import Context, Handler, LiveTraining, ScriptContext
 from snugfit.step.wishes.own_attention import own_attentions, package_attentions

@@ -22,7 +22,7 @@ from snugfit.features.kernels.operations.operators import (
     has_kernel,
 )
 from snugfit.features.kernels.operations.projections import JointProduct, Layout, Projections
-from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
+from snugfit.features.kernels.operations.rms_norm import rows_to_keep
 
 BLOCK_ROWS = 4
 """Number of rows that a kernel program processes at a time (chosen)."""
@@ -85,17 +85,11 @@ class DecomposedLinear(torch.autograd.Function):
         joint = JointProduct.restore(ctx.joint, saved)
         rows_of_out = of_out.reshape(product.shape).contiguous()
         of_product, sums = scale_columns_backward(rows_of_out, product, factor)
-        slopes = joint.slopes(of_product)
-        of_tensors = joint.gradients(
-            of_product,
-            slopes,
-            lambda: rows_again(source, ctx.scaling, of_product.dtype),
-            ctx.needs_input_grad[4:],
-        )
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = joint.input_gradient(of_product, slopes).view(*of_out.shape[:-1], -1).to(ctx.x_dtype)
-        of_bias = rows_of_out.sum(0) if ctx.needs_input_grad[3] else None
+        needs_x, _, _, needs_bias, *needed = ctx.needs_input_grad
+        of_x, of_tensors = joint.backward(of_product, source, ctx.scaling, needs_x, needed)
+        if of_x is not None:
+            of_x = of_x.view(*of_out.shape[:-1], -1).to(ctx.x_dtype)
+        of_bias = rows_of_out.sum(0) if needs_bias else None
         return of_x, None, (sums / norms).to(ctx.magnitude_dtype), of_bias, *of_tensors
 
 

@@ -17,7 +17,7 @@ import torch
 from snugfit.features.kernels.operations.operators import activation_dtype
 from snugfit.features.kernels.operations.products import results_are_kept
 from snugfit.features.kernels.operations.projections import JointProduct, Layout, Projections
-from snugfit.features.kernels.operations.rms_norm import rows_again, rows_to_keep
+from snugfit.features.kernels.operations.rms_norm import rows_to_keep
 from snugfit.features.kernels.operations.rotary import Angles, Heads, Norms, gates_of, rotate, rotate_backward
 
 
@@ -97,19 +97,12 @@ class AttentionInputs(torch.autograd.Function):
             of_scale if needed else None
             for of_scale, needed in zip(of_scales, ctx.needs_input_grad[5:7], strict=True)
         ]
-        slopes = joint.slopes(of_product)
-        of_parameters = joint.gradients(
-            of_product,
-            slopes,
-            lambda: rows_again(source, ctx.scaling, of_product.dtype),
-            ctx.needs_input_grad[8:],
-        )
-        of_hidden = None
         # A single product gives the input's gradient from queries, keys and values.
-        if ctx.needs_input_grad[0]:
+        needs_hidden, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
+        of_hidden, of_parameters = joint.backward(of_product, source, ctx.scaling, needs_hidden, needed)
+        if of_hidden is not None:
             batch, _, length, _ = gradients[0].shape
-            of_hidden = joint.input_gradient(of_product, slopes).view(batch, length, -1)
-            of_hidden = of_hidden.to(ctx.hidden_dtype)
+            of_hidden = of_hidden.view(batch, length, -1).to(ctx.hidden_dtype)
         return of_hidden, *[None] * 4, *of_scales, None, *of_parameters
 
 

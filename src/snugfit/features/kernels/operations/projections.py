@@ -162,6 +162,24 @@ class JointProduct(NamedTuple):
         update.add_input_gradient(of_rows, slopes, update.seed)
         return of_rows
 
+    def backward(
+        self,
+        of_product: torch.Tensor,
+        source: Sequence[torch.Tensor],
+        scaling: int | None,
+        needs_input: bool,
+        needed: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Return the gradient (T, H) of the rows, None unless `needs_input`, and those of all tensors.
+
+        `rows_again` recomputes the rows from `source` and `scaling`, once if at all.
+        """
+        slopes = self.slopes(of_product)
+        of_tensors = self.gradients(
+            of_product, slopes, lambda: rows_again(source, scaling, of_product.dtype), needed
+        )
+        return self.input_gradient(of_product, slopes) if needs_input else None, of_tensors
+
     def gradients(
         self,
         of_product: torch.Tensor,
@@ -224,14 +242,8 @@ class LoraLinear(torch.autograd.Function):
         source, joint = saved[:3], JointProduct.restore(ctx.joint, saved[3:])
         joined = gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)
         of_product = joined.reshape(-1, joined.size(-1))
-        slopes = joint.slopes(of_product)
-        of_tensors = joint.gradients(
-            of_product,
-            slopes,
-            lambda: rows_again(source, ctx.scaling, of_product.dtype),
-            ctx.needs_input_grad[2:],
-        )
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = joint.input_gradient(of_product, slopes).view(*joined.shape[:-1], -1).to(ctx.x_dtype)
+        needs_x, _, *needed = ctx.needs_input_grad
+        of_x, of_tensors = joint.backward(of_product, source, ctx.scaling, needs_x, needed)
+        if of_x is not None:
+            of_x = of_x.view(*joined.shape[:-1], -1).to(ctx.x_dtype)
         return of_x, None, *of_tensors

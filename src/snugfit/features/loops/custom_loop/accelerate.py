@@ -33,9 +33,9 @@ from snugfit.features.loops.custom_loop.step import CustomStep, ItemsOf, LossOf
 from snugfit.features.loops.loader import example_of, is_plain, made_like
 from snugfit.features.loops.meta_copy import copy_without_data
 from snugfit.features.loops.users_optimizer import refuse_optimizer, refuse_schedule
-from snugfit.frontends.items import samples_in
-from snugfit.frontends.own import capability_of, folder_of, options_of
+from snugfit.frontends.own import folder_of, options_of
 from snugfit.job.batch_layout import BatchDims
+from snugfit.job.gpu import capability_of
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.planning.plan import Plan
@@ -53,6 +53,7 @@ from snugfit.training.checkpoint.state import TrainState, refuse_unpackable
 from snugfit.training.journal import Journal
 from snugfit.training.ranks import world
 from snugfit.training.recovery import cut_warning
+from snugfit.training.run.items import samples_in
 
 if TYPE_CHECKING:
     import torch

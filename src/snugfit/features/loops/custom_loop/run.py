@@ -32,7 +32,6 @@ from snugfit.features.loops.custom_loop.batches import Batches
 from snugfit.features.loops.custom_loop.checkpoints import RunCheckpoints
 from snugfit.features.loops.custom_loop.step import CustomStep
 from snugfit.features.loops.pieces import pieces_of, write_batch
-from snugfit.frontends.items import samples_in
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.batch import tokens_of
@@ -42,6 +41,7 @@ from snugfit.training.interrupt import EXIT_CODES
 from snugfit.training.journal import Journal
 from snugfit.training.recovery import Exhausted, Recovery, out_of_memory
 from snugfit.training.rng import all_rng_states, restore_all_rng_states, rng_states, set_rng_states
+from snugfit.training.run.items import samples_in
 from snugfit.training.run.loop import NonFinite, StepResult
 from snugfit.training.step_logger import StepLogger
 

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
-from snugfit.frontends.cut_loss import job_with_mixing, weighed_by_items
-from snugfit.frontends.items import items_in, shifts_labels
 from snugfit.step.loss import loss_of
+from snugfit.training.run.cut_loss import job_with_mixing, weighed_by_items
+from snugfit.training.run.items import items_in, shifts_labels
 from snugfit.training.run.loop import TrainingStep
 
 if TYPE_CHECKING:

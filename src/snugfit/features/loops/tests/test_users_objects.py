@@ -12,8 +12,8 @@ import torch
 from snugfit.errors import JobError
 from snugfit.features.loops.pieces import pieces_of
 from snugfit.features.loops.users_optimizer import schedule_facts, settings_of
-from snugfit.frontends.items import samples_in
 from snugfit.training.checkpoint.facts import compare_facts
+from snugfit.training.run.items import samples_in
 
 
 def pictures() -> dict[str, Any]:

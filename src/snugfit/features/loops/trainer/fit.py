@@ -26,15 +26,15 @@ from typing import Any
 from snugfit.errors import escape_controls
 from snugfit.features.loops.trainer.fit_run import FitPlan
 from snugfit.features.loops.trainer.job import job_of, several_samples
-from snugfit.features.loops.trainer.plan import choose, compared_job
+from snugfit.features.loops.trainer.plan import choose, compared_job, take_recipe
 from snugfit.features.loops.trainer.setup import (
     apply,
     refuse_optim_without_package,
     refuse_other_objects,
 )
 from snugfit.features.loops.trainer.trainer_class import FittedTrainer, fitted_class
-from snugfit.frontends.own import capability_of
 from snugfit.job.batch_layout import BatchDims
+from snugfit.job.gpu import capability_of
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.training.journal import Event, Journal
@@ -75,9 +75,10 @@ def fit(
     refuse_other_objects(trainer)
     if recipe is None:
         refuse_optim_without_package(trainer)
-    job = job_of(trainer, batch_dims)
-    chosen = choose(trainer, job, recipe, gpu, fidelity)
-    chosen.recipe.check(job, capability_of(trainer.args.device))
+    given = None if recipe is None else take_recipe(trainer, recipe, gpu)
+    job, capability = job_of(trainer, batch_dims), capability_of(trainer.args.device)
+    chosen = given or choose(trainer, job, gpu, fidelity)
+    chosen.recipe.check(job, capability)
     pieces, samples = chosen.recipe.pieces, None
     notes = chosen.recipe.lines_on_cpu() if trainer.args.device.type == "cpu" else ()
     changes = apply(trainer, job, chosen.recipe, chosen.user_slots)
@@ -90,8 +91,7 @@ def fit(
     warnings = [warning["text"] for warning in cut_warning(compared, chosen.recipe)] if is_news else []
     journal = Journal(None, watch) if trainer.args.process_index == 0 else Journal(None)
     planned = [chosen.note] if chosen.note else []
-    events = (("planned", planned), ("changed", changes), ("note", notes), ("warning", warnings))
-    for event, lines in events:
+    for event, lines in (("planned", planned), ("changed", changes), ("note", notes), ("warning", warnings)):
         for line in lines:
             journal.tell(event, text=line)
     if not isinstance(trainer, FittedTrainer):

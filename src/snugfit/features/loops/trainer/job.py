@@ -12,7 +12,6 @@ from snugfit.errors import UsageError
 from snugfit.features.loops.loader import count_of, example_of
 from snugfit.features.loops.meta_copy import copy_without_data
 from snugfit.features.loops.trainer.live_trainer import bare_model, loading_batches_of, without_loader_record
-from snugfit.frontends.items import samples_in
 from snugfit.job.batch_layout import BatchDims
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -44,7 +43,7 @@ def several_samples(trainer: Any, job: Job) -> dict[str, Any] | None:
 
     Return None if the job's first batch has enough samples, or the loader cannot yield such a batch.
     """
-    if samples_in(job.model.example or {}, job.model.batch_dims) >= job.batch_size:
+    if job.model.layout(job.batch_size).samples >= job.batch_size:
         return None
     with (
         contextlib.suppress(Exception),

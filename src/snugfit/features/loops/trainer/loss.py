@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from snugfit.features.loops.trainer.live_trainer import trainer_shifts_labels
 from snugfit.features.loops.trainer.ranks import shares_of_all
 from snugfit.features.loops.trainer.trainer_hooks import overrides
-from snugfit.frontends.items import items_in, items_in_each, shifts_labels
 from snugfit.training.rng import preserve_rng
+from snugfit.training.run.items import items_in, items_in_each, shifts_labels
 
 if TYPE_CHECKING:
     import torch

@@ -92,6 +92,11 @@ class TrainerParts:
         restore(state, folder)
 
 
+def refusals_of(trainer: Any) -> TrainerParts:
+    """Return the checks of a trainer's settings and recipe. Those of whole weights refuse nothing."""
+    return trainer_parts(trainer) if trainer.is_fsdp_enabled else TrainerParts(trainer)
+
+
 def trainer_parts(trainer: Any) -> TrainerParts:
     """Return the operations on model and checkpoints that suit this trainer's sharding (none, DDP or
     FSDP2).

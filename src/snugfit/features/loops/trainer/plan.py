@@ -21,15 +21,15 @@ from snugfit.features.loops.trainer.loss import weighed_loss
 from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.ranks import processes_of, recipe_in_each
 from snugfit.features.loops.trainer.setup import brings_optimizer
-from snugfit.frontends.cut_loss import counted_by, job_with_mixing, unchanged_attributes
+from snugfit.job.own_checkpointing import NAMES
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
-from snugfit.step.checkpointing import NAMES
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.techniques.translate import read_slots
 from snugfit.training.rng import preserve_rng
+from snugfit.training.run.cut_loss import counted_by, job_with_mixing, unchanged_attributes
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
@@ -61,19 +61,22 @@ class ChosenRecipe:
     """Sentence with the reason for this recipe."""
 
 
-def choose(
-    trainer: Any, job: Job, recipe: Recipe | None, gpu: str | None, fidelity: Fidelity | str
-) -> ChosenRecipe:
-    """Return the recipe to train with: the named one, one planned for a GPU, or the trainer's
-    own settings.
+def take_recipe(trainer: Any, recipe: Recipe, gpu: str | None) -> ChosenRecipe:
+    """Return the user's recipe, without its sharding. Raises `UsageError` if a GPU is named too, and
+    `RecipeError` for a recipe that the trainer's processes do not support.
     """
+    if gpu is not None:
+        raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
+    in_each = recipe_in_each(
+        recipe, processes_of(trainer), lambda named: trainer_parts(trainer).refuse_sharding(named)
+    )
+    return ChosenRecipe(recipe=in_each)
+
+
+def choose(trainer: Any, job: Job, gpu: str | None, fidelity: Fidelity | str) -> ChosenRecipe:
+    """Return a recipe that is planned for a GPU, or the trainer's own settings without a GPU."""
     import torch
 
-    if recipe is not None:
-        if gpu is not None:
-            raise UsageError("gpu is for a plan, but a recipe is given. Give one of them.")
-        refuse = trainer_parts(trainer).refuse_sharding
-        return ChosenRecipe(recipe=recipe_in_each(recipe, processes_of(trainer), refuse))
     degree, device = fidelity_of(fidelity), trainer.args.device
     own = recipe_of(trainer)
     if (processes := processes_of(trainer)) > 1:

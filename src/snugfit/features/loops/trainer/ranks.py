@@ -28,12 +28,12 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.features.loops.trainer.parts import trainer_parts
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.features.loops.trainer.users_files import SAVES_MODEL
-from snugfit.frontends.items import counted_items
 from snugfit.step.clipping import tensor_parts
 from snugfit.techniques import roster
 from snugfit.techniques.several_gpus import untried_techniques
 from snugfit.techniques.technique import Slot
 from snugfit.training.ranks import ALONE, Ranks, process_group, world
+from snugfit.training.run.items import counted_items
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ def recipe_in_each(recipe: Recipe, processes: int, refuse_sharding: Callable[[Re
     a recipe that contradicts the Trainer's own configuration.
     """
     if processes == 1:
-        if any(technique.needs_several_gpus for technique in recipe):
+        if any(technique.needs_several_gpus for technique in recipe.techniques):
             raise RecipeError(
                 f"{recipe[Slot.SHARDING]} is for several processes, and this is the only one. Start the "
                 "script with torchrun --nproc-per-node N, or leave it out."

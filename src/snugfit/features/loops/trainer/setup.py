@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.features.loops.trainer.live_trainer import made_by_accelerate, replace_model, set_arguments
-from snugfit.features.loops.trainer.parts import trainer_parts
+from snugfit.features.loops.trainer.parts import refusals_of
 from snugfit.features.loops.trainer.ranks import refuse_in_several_processes
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.features.loops.users_optimizer import refuse_optimizer
 from snugfit.job.kv_prefix import dropped_prefix
+from snugfit.job.own_checkpointing import NAMES
 from snugfit.step.applier import change_live, objections, refuse, training_arguments
-from snugfit.step.checkpointing import NAMES
 from snugfit.step.wishes.handler import LiveTraining
 from snugfit.step.wishes.optimizer import known_numbers, make_optimizer
 from snugfit.techniques import roster
@@ -60,7 +60,7 @@ def refuse_other_objects(trainer: Any) -> None:
             "a fixed batch. Remove it, or train without fit. (With CUDA_VISIBLE_DEVICES=0 a process sees one "
             "GPU.)"
         )
-    trainer_parts(trainer).refuse_settings()
+    refusals_of(trainer).refuse_settings()
     refuse_in_several_processes(trainer)
 
 
@@ -92,7 +92,7 @@ def apply(trainer: Any, job: Job, recipe: Recipe, user_slots: frozenset[Slot] = 
     if Slot.OPTIMIZER in unchanged:
         _refuse_users_optimizer(trainer, brings)
     own = _value_of(args, "optim") if Slot.OPTIMIZER in user_slots else None
-    trainer_parts(trainer).refuse_recipe(setup, optimizer="" if brings else own)
+    refusals_of(trainer).refuse_recipe(setup, optimizer="" if brings else own)
     reasons = [text for slot, text in _objections(trainer, live, brings) if slot not in user_slots]
     if any(getattr(args, name, False) for name in NAMES):  # applies even if no recipe has it
         reasons += dropped_prefix(job) if Slot.CHECKPOINTING in user_slots else ()

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from snugfit.features.loops.trainer.setup import brings_optimizer
-from snugfit.frontends.items import samples_in
 from snugfit.frontends.predicted import run_predictor
 from snugfit.job.batch import token_count
 from snugfit.job.batch_layout import BatchDims
 from snugfit.training.predicted import RunAnswer, predict_nothing
 from snugfit.training.rng import preserve_rng
+from snugfit.training.run.items import samples_in
 from snugfit.training.step_logger import StepLogger
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from snugfit.errors import RecipeError
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import ActivationOffload, OffloadedStorage, offload_activations
 from snugfit.features.offload.fields import OffloadWish
-from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -46,6 +45,7 @@ from snugfit.step.host_link import SLAB_BYTES, Slabs
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
+from snugfit.training.run.cut_loss import Verdict
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 from test_seconds import FREE
@@ -72,7 +72,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr("snugfit.features.offload.host_link.Link.send", note)
     # comparisons of micro-batches with the whole batch offload too, with other samples in each loop
-    monkeypatch.setattr("snugfit.frontends.cut_loss._verdict", lambda *_: Verdict())
+    monkeypatch.setattr("snugfit.training.run.cut_loss._verdict", lambda *_: Verdict())
     return batches
 
 

@@ -24,7 +24,6 @@ from snugfit.errors import RecipeError
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import OffloadedStorage, offload_activations
 from snugfit.features.offload.fields import OffloadWish
-from snugfit.frontends.cut_loss import Verdict
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.planning.search.search import plan
@@ -37,6 +36,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import COPY_BACK, COPY_OUT, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
+from snugfit.training.run.cut_loss import Verdict
 from snugfit.training.run.train import train
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
@@ -66,7 +66,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(link, "send", note)
     # comparisons of micro-batches with the whole batch offload too, with other samples in each loop
-    monkeypatch.setattr("snugfit.frontends.cut_loss._verdict", lambda *_: Verdict())
+    monkeypatch.setattr("snugfit.training.run.cut_loss._verdict", lambda *_: Verdict())
     return batches
 
 

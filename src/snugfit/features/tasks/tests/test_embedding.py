@@ -12,12 +12,14 @@ from torch.nn import functional
 
 from small_runs import losses
 from small_tokenizers import saved
+from snugfit.errors import UsageError
 from snugfit.features.tasks.contrast import SCALE
 from snugfit.frontends.own import options_of, train
 from snugfit.job.batch import label_items, synthetic
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.job.sample_mixing import mixing_of
+from snugfit.step.build import build_model
 from snugfit.techniques.batching.micro_batches import MicroBatches
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.dataset import data_of
@@ -32,14 +34,14 @@ TASK, S = Task("text-embedding"), 12
 def test_the_loss_ranks_the_partner_of_each_text(config: dict[str, Any], padding: float) -> None:
     """It equals the cross-entropy of cosine similarities, computed text by text."""
     job = job_of(config, TASK, padding=padding)
-    batch, model = synthetic(job, 3), evaluated(job)
+    batch, encoder = synthetic(job, 3), evaluated(job)
+    model: Any = job.added_task.finish(job, None, evaluated(job), lambda: None)
     assert batch["input_ids"].shape == (3, 2, S)
     assert label_items(job, batch) == 3
-    encoder = type(model).__mro__[1]
     length = round((1 - padding) * S)
     with torch.no_grad():
         means = [
-            [encoder.forward(model, input_ids=ids[None, :length])[0].mean(1)[0] for ids in pair]
+            [encoder(input_ids=ids[None, :length])[0].mean(1)[0] for ids in pair]
             for pair in batch["input_ids"]
         ]
         found = model(**batch)
@@ -121,3 +123,22 @@ def test_a_run_from_a_file_is_resumed_and_saves_the_encoder(folder: Path, tmp_pa
     run("parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("target", "remedy"), [("hf", "Use snugfit train"), ("torch", "Use snugfit train")])
+def test_an_export_of_the_loss_is_refused(target: str, remedy: str) -> None:
+    from snugfit.features.exchange.export import check_target
+
+    with pytest.raises(UsageError, match=f"its loss needs other code. {remedy}"):
+        check_target(job_of(BERT, TASK), target)
+
+
+def test_the_loss_is_around_the_adapters() -> None:
+    job = job_of(BERT, TASK)
+    recipe = Recipe.parse("lora(r=2)")
+    model = build_model(job, recipe.setup(), torch.device("cpu"))
+    loss = model(**synthetic(job, 3))["loss"]
+    loss.backward()
+    trained = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    assert trained
+    assert all("lora_" in name for name in trained)

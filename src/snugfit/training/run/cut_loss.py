@@ -48,13 +48,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from snugfit.errors import one_line
-from snugfit.frontends.items import items_in, shifts_labels
 from snugfit.job.batch import IGNORED
 from snugfit.job.batch_layout import BatchLayout, leaves, map_leaves
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.step.clipping import tensor_parts
 from snugfit.step.memory_errors import memory_cause
+from snugfit.training.ranks import are_joined
 from snugfit.training.rng import all_rng_states, preserve_rng, restore_all_rng_states
+from snugfit.training.run.items import items_in, shifts_labels
 
 if TYPE_CHECKING:
     import torch
@@ -410,7 +411,9 @@ class CutRuns:
         """Return True for parameters without sharding; the hooks of shards expect the forward and backward
         passes of a full step.
         """
-        return bool(self._parameters) and not any(map(tensor_parts().is_part, self._model.parameters()))
+        # Without a process group no weight is sharded.
+        is_sharded = are_joined() and any(map(tensor_parts().is_part, self._model.parameters()))
+        return bool(self._parameters) and not is_sharded
 
     def take(self, *orders: Sequence[Sequence[int]], gradients: bool = True) -> list[Taken]:
         """Return loss and gradients of the samples for each split into micro-batches. Without `gradients`,
