@@ -165,6 +165,27 @@ def test_expandable_fragments_less() -> None:
     assert replay(trace(*requests), expandable=True).reserved_peak == 60 * MIB
 
 
+def test_an_emptied_cache_unmaps_the_whole_pages_of_free_blocks() -> None:
+    """Later blocks fill these addresses first, together with the free rests around them."""
+    allocator = Allocator(expandable=True)
+    first, middle, last = (allocator.allocate(nbytes * MIB) for nbytes in (5, 100, 15))
+    assert allocator.reserved == 120 * MIB
+    allocator.release(middle)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB  # pages from 20 to 100 MiB are free as a whole
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB
+    again = allocator.allocate(50 * MIB)
+    assert again.address == middle.address
+    assert allocator.reserved == 80 * MIB  # 15 MiB are free before the two new pages
+    for block in (first, again, last):
+        allocator.release(block)
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+    assert allocator.allocate(120 * MIB).address == first.address
+    assert allocator.reserved == 120 * MIB
+
+
 # ---- a trace --------------------------------------------------------------------------------------------
 
 
@@ -215,6 +236,8 @@ def test_free_and_living_blocks_never_overlap_and_cover_what_is_reserved(seed: i
     for number, (allocator, living) in enumerate(walk(seed, expandable=expandable)):
         if number % 20:
             continue
+        if number % 60 == 0:
+            allocator.empty_cache()
         free = [piece for pool in allocator._free.values() for _, _, piece in pool]
         spans = sorted((piece.address, piece.address + piece.size) for piece in [*free, *living])  # type: ignore[attr-defined]
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))

@@ -241,7 +241,6 @@ NOT_EXPLAINED: Mapping[str, Mapping[str, float]] = {
         "reserved_bytes": 0.053, "nvml_bytes": 0.046,
     },
     "results/accuracy-seed2624-gpus2.json run 9": {"reserved_bytes": 0.039, "nvml_bytes": 0.032},
-    "results/accuracy-seed2630-gpus4.json run 6": {"reserved_bytes": 0.031},
     "results/accuracy-seed2621-gpus4.json run 10": {"allocated_bytes": 0.016},
     "results/accuracy-seed2611.json run 44": {"reserved_bytes": 0.038, "nvml_bytes": 0.03},
     "results/h100-2026-11-26/techniques/llama-1b-smallest.json": {

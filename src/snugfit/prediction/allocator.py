@@ -20,6 +20,7 @@ Other mappings of the driver and of libraries only shift addresses and change no
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,14 +63,32 @@ CUBLAS_WORKSPACE = "cuBLAS workspace"
 class _PoolBlock:
     """A free or allocated block of a segment, like the struct `Block` of PyTorch's C++ allocator."""
 
-    __slots__ = ("address", "after", "before", "free", "pool", "requested", "size")
+    __slots__ = ("address", "after", "before", "free", "is_mapped", "pool", "requested", "size")
 
-    def __init__(self, size: int, address: int, pool: int) -> None:
+    def __init__(self, size: int, address: int, pool: int, *, is_mapped: bool = True) -> None:
         self.size, self.address, self.pool = size, address, pool
         self.before: _PoolBlock | None = None
         self.after: _PoolBlock | None = None
-        self.free = True
+        # Addresses without memory are no free block.
+        self.free = self.is_mapped = is_mapped
         self.requested = 0
+
+    def link(self, before: _PoolBlock | None) -> None:
+        """Make `before` and the block, with the one after it, neighbours."""
+        self.before = before
+        if before is not None:
+            before.after = self
+        if self.after is not None:
+            self.after.before = self
+
+    @property
+    def room(self) -> int:
+        """Return the bytes that are free or without memory from the block's begin on, up to the first
+        allocated block.
+        """
+        if self.is_mapped and not self.free:
+            return 0
+        return self.size + (self.after.room if self.after is not None else 0)
 
 
 class Allocator:
@@ -77,8 +96,8 @@ class Allocator:
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.expandable = expandable
-        self.limit: int | None = None
-        """Largest reserved bytes, above which cached segments are released; None for no limit."""
+        self.limit = math.inf
+        """Largest reserved bytes, above which cached segments are released."""
         self.retries = 0
         """Number of times that the allocator released cached segments because an allocation exceeded
         `limit`."""
@@ -87,8 +106,8 @@ class Allocator:
         # Free blocks of a pool are sorted by size and address, so the first large enough one is the best fit.
         self._free = defaultdict[int, list[tuple[int, int, _PoolBlock]]](list)
         self.addresses = DeviceAddresses()
-        self._range_end: dict[int, _PoolBlock] = {}
-        self._range_next: dict[int, int] = {}
+        # Addresses without memory in the ranges of expandable segments, by pool, ascending.
+        self._unmapped = defaultdict[int, list[_PoolBlock]](list)
 
     def allocate(self, nbytes: int, memory: Memory = Memory.OWN, stream: int = 0) -> _PoolBlock:
         """Allocate and return a block of at least `nbytes` bytes, from the pool of this kind of memory and
@@ -128,16 +147,12 @@ class Allocator:
         # A freed block merges with free neighbours of its segment, and does not return to the device.
         if (before := block.before) is not None and before.free:
             self._remove_free(before)
-            block.address, block.size, block.before = before.address, block.size + before.size, before.before
-            if block.before is not None:
-                block.before.after = block
+            block.address, block.size = before.address, block.size + before.size
+            block.link(before.before)
         if (after := block.after) is not None and after.free:
             self._remove_free(after)
             block.size, block.after = block.size + after.size, after.after
-            if block.after is not None:
-                block.after.before = block
-            if self._range_end.get(block.pool) is after:
-                self._range_end[block.pool] = block
+            block.link(block.before)
         self._insert_free(block)
 
     def state(self) -> Hashable:
@@ -155,9 +170,8 @@ class Allocator:
         index = bisect.bisect_left(pool, (size,))
         if index == len(pool):
             return None
-        end = self._range_end.get(number)
-        # The block at the end of the range can still grow, so it is used only if no other fits.
-        if self.expandable and pool[index][2] is end and index + 1 < len(pool):
+        # A block that can grow is used only if no other block fits.
+        while self.expandable and index + 1 < len(pool) and pool[index + 1][2].room < pool[index][2].room:
             index += 1
         return pool.pop(index)[2]
 
@@ -174,56 +188,92 @@ class Allocator:
         return _PoolBlock(segment, self.addresses.map_segment(segment), pool)
 
     def _grow(self, size: int, pool: int) -> _PoolBlock:
-        """Extend the pool's expandable segment by whole pages, and return the new block. It includes the last
-        block if that is free."""
-        last = self._range_end.get(pool)
-        # Each pool has its own range of addresses, numbered in the order of first use.
-        start = self._range_next.setdefault(pool, len(self._range_next) + 1 << RANGE_BITS)
-        have = last.size if last is not None and last.free else 0
-        page = SMALL_SEGMENT if is_small(pool) else LARGE_SEGMENT
-        mapped = -(-(size - have) // page) * page
+        """Map memory of whole pages in the pool's expandable segment, at the lowest addresses with room for
+        `size` bytes. Return the new block, which includes free ones among these addresses.
+        """
+        unmapped = self._unmapped[pool]
+        if not unmapped:
+            # Each pool has its own range of addresses, numbered in the order of first use.
+            start = len(self._unmapped) << RANGE_BITS
+            unmapped.append(_PoolBlock(1 << RANGE_BITS, start, pool, is_mapped=False))
+        chosen = next(one for one in unmapped if _free_before(one) + one.room >= size)
+        block = self._map(chosen, size - _free_before(chosen))
+        while block.size < size:
+            assert block.after is not None
+            block = self._map(block.after, size - block.size)
+        self._remove_free(block)
+        return block
+
+    def _map(self, unmapped: _PoolBlock, size: int) -> _PoolBlock:
+        """Map memory at the first addresses of a range without memory: whole pages for `size` bytes, or all
+        of the range. Return the free block that has it.
+        """
+        page = _page(unmapped.pool)
+        mapped = min(-(-size // page) * page, unmapped.size)
         self._reserve(mapped)
-        if last is not None and last.free:
-            self._remove_free(last)
-            last.size += mapped
-            self._range_next[pool] += mapped
-            return last
-        block = _PoolBlock(mapped, start, pool)
-        self._range_next[pool] += mapped
-        block.before = last
-        if last is not None:
-            last.after = block
-        self._range_end[pool] = block
+        block = _PoolBlock(mapped, unmapped.address, unmapped.pool)
+        block.after, before = unmapped, unmapped.before
+        unmapped.address, unmapped.size = unmapped.address + mapped, unmapped.size - mapped
+        block.link(before)
+        if not unmapped.size:
+            block.after = unmapped.after
+            block.link(before)
+            self._unmapped[block.pool].remove(unmapped)
+        self.take_back(block)
         return block
 
     def empty_cache(self) -> None:
-        """Release whole free segments to the device. Expandable segments stay."""
-        if self.expandable:
-            return
-        # Pools of CUDA graphs never release their segments.
+        """Release whole free segments to the device, or whole free pages of expandable segments."""
+        self._release_cached(self._unmap if self.expandable else self._release_segment)
+
+    def _release_cached(self, release: Callable[[_PoolBlock], None]) -> None:
+        """Call `release` with each free block. Pools of CUDA graphs release none."""
         for pool in [free for number, free in self._free.items() if number % OF_STREAM < OF_GRAPHS]:
-            # A block without neighbours is a whole segment.
-            whole = [block for _, _, block in pool if block.before is None and block.after is None]
-            for block in whole:
-                self._remove_free(block)
-                self.reserved -= block.size
+            for _, _, block in [*pool]:
+                release(block)
+
+    def _release_segment(self, block: _PoolBlock) -> None:
+        """Release a free block to the device if it is a whole segment."""
+        # Only None is on both sides.
+        if block.before is block.after:
+            self._remove_free(block)
+            self.reserved -= block.size
+
+    def _unmap(self, block: _PoolBlock) -> None:
+        """Release the whole pages of a free block to the device. Its addresses stay in the pool's range
+        (`unmap_block` of torch).
+        """
+        # Pages are counted from the begin of the range.
+        page, start = _page(block.pool), block.address >> RANGE_BITS << RANGE_BITS
+        begin = start + -(-(block.address - start) // page) * page
+        end = start + (block.address + block.size - start) // page * page
+        if begin >= end:
+            return
+        self._remove_free(block)
+        if end < block.address + block.size:
+            self._split(block, end - block.address)
+        if block.address < begin:
+            self._split(block, begin - block.address)
+            self._insert_free(block)
+            assert block.after is not None
+            block = block.after
+            self._remove_free(block)
+        block.free = block.is_mapped = False
+        self.reserved -= block.size
+        bisect.insort(self._unmapped[block.pool], block, key=lambda one: one.address)
 
     def _reserve(self, nbytes: int) -> None:
-        if self.limit is not None and self.reserved + nbytes > self.limit:
+        if self.reserved + nbytes > self.limit:
             # Before it fails, the allocator releases whole free segments.
-            self.empty_cache()
+            self._release_cached(self._release_segment)
             self.retries += 1
         self.reserved += nbytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _split(self, block: _PoolBlock, size: int) -> None:
         rest = _PoolBlock(block.size - size, block.address + size, block.pool)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        if self._range_end.get(block.pool) is block:
-            self._range_end[block.pool] = rest
+        rest.after, block.size = block.after, size
+        rest.link(block)
         self._insert_free(rest)
 
     def _insert_free(self, block: _PoolBlock) -> None:
@@ -253,7 +303,7 @@ def replay(
     trace: Trace,
     *,
     expandable: bool = False,
-    limit: int | None = None,
+    limit: float = math.inf,
     late: Mapping[int, int] = NO_LATE_FREES,
 ) -> Replay:
     """Run the trace's allocations and frees through the allocator, and return its statistics.
@@ -271,12 +321,14 @@ def replay(
     blocks, streams, events = trace.blocks, trace.streams, trace.events
     actions = driver_actions(trace, allocator.addresses)
     start, began = begin_of_last_step(trace), None
-    repeats = Repeats(trace, {*emptied, *_before(events, actions)}) if not late else None
+    repeats = Repeats(trace, {*emptied, *_before(events, actions)})
+    # Late frees belong to single events, so all events are replayed.
+    repetitions = {} if late else repeats.begins
     index = 0
     while index < len(events):
         if index == start:
             began = allocator.state(), places(trace, live)
-        if repeats is not None and index in repeats.begins:
+        if index in repetitions:
             skipped = repeats.skip(index, allocator.state(), live)
             if skipped.events:
                 live = skipped.live
@@ -291,7 +343,7 @@ def replay(
             for act in actions.get(event, ()):
                 act()
             if blocks[event - 1].step >= 0:
-                allocator.limit = None
+                allocator.limit = math.inf
             live[event] = allocator.allocate(
                 blocks[event - 1].nbytes, trace.memory_of(event - 1), streams.get(event - 1, 0)
             )
@@ -315,7 +367,7 @@ def _replay_of(allocator: Allocator, reserved: Sequence[int]) -> Replay:
 
 def _before(events: Sequence[int], numbers: Collection[int]) -> Iterator[int]:
     """Yield the indices of the `events` that allocate a block with one of these numbers."""
-    return (index for index, event in enumerate(events) if event in numbers) if numbers else iter(())
+    return (index for index, event in enumerate(events) if event in numbers)
 
 
 class SkippedEvents(NamedTuple):
@@ -386,6 +438,17 @@ def _replay_again(
             return
         began.add(begins)
         last.run_again(allocator, frees, emptied)
+
+
+def _free_before(block: _PoolBlock) -> int:
+    """Return the free bytes right before a block."""
+    before = block.before
+    return before.size if before is not None and before.free else 0
+
+
+def _page(pool: int) -> int:
+    """Return the bytes of a page of the pool's expandable segment."""
+    return SMALL_SEGMENT if is_small(pool) else LARGE_SEGMENT
 
 
 def is_small(pool: int) -> bool:

@@ -3,6 +3,7 @@ PyTorch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -150,11 +151,11 @@ def _predict_rank(
     group = exchanges().group_bytes(setup, loop) + communication
     # The CUDA context is outside of the allocator.
     context, about_context = context_of(gpu, profile, trace, group=group)
-    limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else None
+    limit = gpu.memory_bytes - context if gpu and gpu.memory_bytes else math.inf
     late = exchanges().late_frees(trace, gpu, setup, rates)
     after = replay(trace, expandable=setup.expandable_segments, limit=limit, late=late)
     # Above the limit the step does not fit anyway, and this warning would mislead.
-    if limit is not None and after.retries and after.reserved_peak <= limit:
+    if after.retries and after.reserved_peak <= limit:
         about_context.append(RETRIED)
     return ForeseenRank(rank, trace, after, context, communication, about_context)
 

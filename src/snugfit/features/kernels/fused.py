@@ -5,8 +5,8 @@ Dropout, residual and norm are one kernel, bias and GELU another. Masks of dropo
 again in the backward pass. Their seed comes from torch's own generator in each forward pass, so a run resumes
 bit for bit. Queries, keys and values are one matrix product. Weights keep their names in the model. Norms
 return their result in the dtype of the products. Encoders that norm after a layer have the residual in 32
-bits beside it, as under autocast. FSDP2 gathers each weight by itself, so passes copy those of a joint
-product side by side.
+bits beside it, as under autocast. FSDP2 gathers adjacent weights into one buffer if its processes have equal
+parts of each. Passes copy other gathered weights of a joint product side by side.
 
 In decoders, the addition of a branch and the norm after it are one kernel. So are the gated activation, and
 the rotation of queries and keys, which runs in place in their product. The stream of tokens stays in 32 bits

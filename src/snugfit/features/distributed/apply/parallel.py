@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.apply import by_accelerate, ring_attention
+from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, gather_side_by_side
 from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, optimizer_of_shards
 from snugfit.features.distributed.apply.meshes import mesh, split
 from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
@@ -370,7 +371,8 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = device_of(model)
+    # The last axis of the mesh shards.
+    device, ranks = device_of(model), mesh.size(mesh.ndim - 1)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": wish.reshard != "none",
@@ -386,7 +388,9 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
     for stack in layer_stacks(model):
         for layer in stack:
             _refuse_two_dtypes(layer)
+            runs = adjacent_weights(layer, ranks) if ranks > 1 else []
             fully_shard(layer, **options)
+            gather_side_by_side(layer, runs)
     _refuse_two_dtypes(model)
     # The backward pass needs the root's weights first, so they stay unless `reshard` is all.
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})

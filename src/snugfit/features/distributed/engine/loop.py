@@ -24,9 +24,11 @@ from snugfit.features.distributed.engine.config import (
     width_of,
 )
 from snugfit.features.distributed.fields import SHARDING
+from snugfit.features.distributed.techniques.deepspeed_zero import PACKED_ELSEWHERE
 from snugfit.step.applier import run_context
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.plain_loop import Built, PlainStep
+from snugfit.techniques.registry import tensors_beside
 
 if TYPE_CHECKING:
     import torch
@@ -119,16 +121,20 @@ def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch
 
     A model under ZeRO stage 3 is built within `deepspeed.zero.Init`. Each module's weights are made on the
     device and moved away before the next module's are made. So neither the device nor the host ever holds all
-    of them twice.
+    of them twice. Raises `UsageError` for packed weights.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
     if wish.stage != 3:
-        return built_for_engine(job, setup, device)
-    if device.type != "meta":
-        refuse_without_file_operator(wish)
-    dtype = None if wish.dtype == "float32" else wish.dtype
-    return build_model(replace(job, build_on="device"), replace(setup, weights_dtype=dtype), device)
+        model = built_for_engine(job, setup, device)
+    else:
+        if device.type != "meta":
+            refuse_without_file_operator(wish)
+        dtype = None if wish.dtype == "float32" else wish.dtype
+        model = build_model(replace(job, build_on="device"), replace(setup, weights_dtype=dtype), device)
+    if any(tensors_beside(weight) for weight in model.parameters()):
+        raise UsageError(f"{PACKED_ELSEWHERE}. Leave --loop out, or try lora.")
+    return model
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

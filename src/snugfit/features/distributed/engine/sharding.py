@@ -16,9 +16,11 @@ from snugfit.features.distributed.techniques.deepspeed_zero import (
     AUTO,
     DISK,
     FROM_ARGUMENTS,
+    PACKED_ELSEWHERE,
     refuse_training,
     zero_section,
 )
+from snugfit.features.distributed.techniques.several_gpus import is_quantized
 from snugfit.step.wishes.handler import Handler, ScriptContext
 from snugfit.techniques.feature import InstallStage
 from snugfit.techniques.several_gpus import job_of_rank
@@ -78,6 +80,8 @@ class ShardingHandler(Handler):
         """Return DeepSpeed's configuration for an exported script of its engine; the Trainer's arguments have
         it already. Raises `RecipeError` for other loops.
         """
+        if is_quantized(context.recipe[Slot.ADAPTERS]):
+            raise context.refusal(self.slot, PACKED_ELSEWHERE)
         if context.trainer:
             return {}
         if context.target != "deepspeed":

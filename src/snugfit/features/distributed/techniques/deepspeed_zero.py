@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
-from snugfit.features.distributed.techniques.several_gpus import adds_adapters, is_quantized
+from snugfit.features.distributed.techniques.several_gpus import adds_adapters
 from snugfit.step.wishes.own_attention import own_attentions
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
@@ -69,6 +69,9 @@ FROM_ARGUMENTS = (
 )
 """Keys that the Trainer fills from its own arguments if they are `auto`."""
 
+
+PACKED_ELSEWHERE = "4-bit weights under DeepSpeed's engine were tested in snugfit's own loop only"
+"""Reason to refuse accelerate, the Trainer and exported scripts."""
 
 DISK = "/local_nvme"
 """Placeholder for the folder on a disk, from DeepSpeed's documentation; users replace it with theirs."""
@@ -180,7 +183,7 @@ def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[
             f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
         )
     for technique in untried_techniques(recipe):
-        if not adds_adapters(technique) or is_quantized(technique):
+        if not adds_adapters(technique):
             yield f"it is not simulated together with {technique}. Leave one of them out."
     if recipe[Slot.ATTENTION].value in own_attentions():
         yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."

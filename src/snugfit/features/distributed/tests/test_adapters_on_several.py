@@ -20,6 +20,7 @@ from test_ranks_elsewhere import in_steps
 
 from aligned import compare, peak
 from clean_forks import Forks, forks_of
+from deepspeed_here import with_deepspeed
 from gloo_ranks import Ran, run_ranks
 from many_ranks import LAST, run_of, trained, weights_in
 from rank_events import to_last_birth, unheard, without_own
@@ -177,6 +178,14 @@ def test_accelerate_does_not_shard_packed_weights(loop: str) -> None:
     job = small_job("llama", 1, batch_size=2, sequence_length=8)
     with pytest.raises(SnugfitError, match=r"leaves 4-bit weights whole on each GPU.*try ddp"):
         predict(job, "fsdp + qlora(r=4)", gpu="h200", gpus=2, loop=loop)
+
+
+@with_deepspeed
+@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+def test_packed_weights_of_the_engine_are_for_snugfits_own_loop(loop: str) -> None:
+    job = small_job("llama", 1, batch_size=2, sequence_length=8)
+    with pytest.raises(SnugfitError, match=r"tested in snugfit's own loop only.*or try lora"):
+        predict(job, "zero2 + qlora(r=4)", gpu="h200", loop=loop)
 
 
 def test_layers_that_are_recomputed_together_are_refused_on_shards() -> None:

@@ -25,6 +25,10 @@ from small_models import small_job
 from small_runs import losses
 from snugfit.errors import RecipeError, UsageError
 from snugfit.prediction.predict import predict
+from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import job_of_rank, on_gpus
 from tiers import few_of, slow_but
 from tolerance import same_losses, same_parameters
 
@@ -184,6 +188,19 @@ def test_sharded_weights_of_a_joint_product_are_not_copied_until_the_backward_pa
             peaks[layers, recipe] = predict(job, recipe, gpu="h200", gpus=2).footprint.requested_bytes
     plain, fused = (peaks[6, one] - peaks[2, one] for one in ("fsdp + sgd", "fsdp + fused + sgd"))
     assert fused < 1.05 * plain
+
+
+@pytest.mark.parametrize("adapters", ["full", "lora(r=4, targets=all-linear)"])
+def test_gathered_weights_of_a_joint_product_are_not_joined_by_a_copy(adapters: str) -> None:
+    """Copies of joint weights would be `cat` kernels of the forward and of the backward pass."""
+    joins = {}
+    for many in ("ddp", "fsdp"):
+        job = small_job("llama", 2, batch_size=2, sequence_length=8)
+        setup = on_gpus(Recipe.parse(f"{many} + fused + {adapters}").setup(), 2)
+        trace = rehearse(job_of_rank(job, setup), setup, CpuPolicy())
+        in_layers = [kernel for kernel in trace.kernels if ".layers." in kernel.module]
+        joins[many] = sum(kernel.operator == "aten::cat" for kernel in in_layers)
+    assert joins["fsdp"] == joins["ddp"]
 
 
 @pytest.mark.parametrize("many", ["fsdp", "ddp"])

@@ -81,7 +81,7 @@ def test_without_the_package_it_is_refused_in_one_sentence(monkeypatch: pytest.M
     ("recipe", "why"),
     [
         ("zero2 + adafactor", "Try 'adamw'"),
-        ("zero3 + qlora(r=2)", "is not simulated together with qlora"),
+        ("zero3 + qlora(r=2, bits=8)", "8-bit weights are not simulated together with zero3"),
         ("zero2 + frozen(parts=classifier)", "is not simulated together with frozen"),
         ("zero2 + bf16_pure", "Try 'bf16' over weights in float32"),
         ("zero2 + fp16", "Try 'bf16' over weights in float32"),
@@ -234,6 +234,7 @@ def group_that_sends_nothing() -> Iterator[None]:
                 ("t5", " + micro_batches(2)"),
                 ("gpt2", " + every_layer + bf16"),
                 ("llama", " + lora(r=4, dora=true) + bf16"),
+                ("llama", " + qlora(r=4) + bf16"),
             )
         ],
         lambda case: case[:2] == ("zero3(offload=none)", "bert"),

@@ -133,19 +133,27 @@ def test_in_bf16_it_begins_with_the_weights_in_fp32(
     same_parameters(dict(loaded.state_dict()), ours)
 
 
-@pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3], 1))
-def test_adapters_are_whole_in_each_checkpoint(tmp_path: Path, forks: Forks, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "adapters"),
+    slow_but(
+        [(ZERO2, "lora(r=4)"), (ZERO3, "lora(r=4)"), (ZERO2, "qlora(r=4)"), (ZERO3, "qlora(r=4)")],
+        lambda case: case in ((ZERO2, "lora(r=4)"), (ZERO3, "qlora(r=4)")),
+    ),
+)
+def test_adapters_are_whole_in_each_checkpoint(
+    tmp_path: Path, forks: Forks, recipe: str, adapters: str
+) -> None:
     """A run with adapters resumes bit for bit, and in one process without the engine up to rounding."""
     how: dict[str, Any] = {"job": "llama", "layers": 1, "lr_scheduler_type": "constant"}
-    run_of(str(tmp_path / "alone"), recipe="lora(r=4)", **how)
-    ran(forks, tmp_path / "whole", 2, recipe=f"{recipe} + lora(r=4)", **how)
-    ran(forks, tmp_path / "half", 2, recipe=f"{recipe} + lora(r=4)", max_steps=3, **how)
+    run_of(str(tmp_path / "alone"), recipe=adapters, **how)
+    ran(forks, tmp_path / "whole", 2, recipe=f"{recipe} + {adapters}", **how)
+    ran(forks, tmp_path / "half", 2, recipe=f"{recipe} + {adapters}", max_steps=3, **how)
     assert (tmp_path / "half" / "checkpoint-3" / "adapter_model.safetensors").is_file()
     shutil.copytree(tmp_path / "half", tmp_path / "moved")
-    ran(forks, tmp_path / "half", 2, recipe=f"{recipe} + lora(r=4)", **how)
+    ran(forks, tmp_path / "half", 2, recipe=f"{recipe} + {adapters}", **how)
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
     assert equal(weights_in(tmp_path / "half", LAST), weights_in(tmp_path / "whole", LAST))
-    assert run_of(str(tmp_path / "moved"), recipe="lora(r=4)", **how).exit_code == 0
+    assert run_of(str(tmp_path / "moved"), recipe=adapters, **how).exit_code == 0
     for name in ("whole", "moved"):
         same_losses(*([row[0] for row in losses(tmp_path / at).values()] for at in (name, "alone")))
         same_parameters(weights_in(tmp_path / name, LAST), weights_in(tmp_path / "alone", LAST))

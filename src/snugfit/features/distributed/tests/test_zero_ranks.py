@@ -56,8 +56,10 @@ TWO = [
     ("llama", "zero2(offload=none) + lora(r=4) + bf16"),
     ("bert", "zero2(offload=none) + lora(r=4, dora=true) + micro_batches(2)"),
     ("llama", "zero3(offload=none) + lora(r=4) + bf16"),
+    ("llama", "zero2(offload=none) + qlora(r=4) + bf16"),
+    ("llama", "zero3(offload=none) + qlora(r=4) + bf16"),
 ]
-TWO = few_of(TWO, [*TWO[1:4], *TWO[5:7]])
+TWO = few_of(TWO, [*TWO[1:4], *TWO[5:9]])
 FOUR = [("bert", "zero3(offload=none) + bf16")]
 
 

@@ -232,6 +232,7 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
         ("fsdp", "deepspeed", 2, "fsdp cannot be exported: its steps"),
         ("bf16", "deepspeed", 1, "unsharded cannot be exported: its steps"),
         ("zero2", "torch", 2, r"zero2 cannot be exported.*--export hf or deepspeed"),
+        ("zero2 + qlora", "hf", 2, "zero2 cannot be exported: 4-bit weights under DeepSpeed's engine"),
     ],
 )
 def test_what_a_target_cannot_do_is_refused_by_name(

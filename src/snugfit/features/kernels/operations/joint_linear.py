@@ -1,8 +1,8 @@
 """Several linear layers of one input, such as queries, keys and values, as one matrix product.
 
 The layers keep weights and gradients of their own. Their weights are copied once into adjacent parts of one
-buffer, so that the joint weight is a view. Weights that another library moves, such as those that FSDP2
-gathers, are copied side by side in each pass.
+buffer, so that the joint weight is a view. Weights that another library moves apart are copied side by side
+in each pass.
 """
 
 from __future__ import annotations

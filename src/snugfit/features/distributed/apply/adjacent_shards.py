@@ -1,0 +1,104 @@
+"""Gathered weights of FSDP2 in one buffer, for weights that were adjacent before they were sharded.
+
+Fused kernels place the weights of several linear layers side by side, so that one matrix product reads them
+all. FSDP2 copies each gathered weight into a buffer of its own. Such a product would have to join the buffers
+again in each pass. Here these buffers are slices of one, in the order of the weights.
+
+FSDP2 has no setting for it. It calls three methods of each parameter (`FSDPParam`, torch 2.11 to 2.15), which
+`_JointBuffer` replaces. They create the buffer, allocate it again before a pass, and make the whole weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from snugfit.features.distributed.apply.meshes import mesh, split
+
+if TYPE_CHECKING:
+    import torch
+
+Place = tuple["torch.nn.Module", str]
+"""A module, and the name of one of its parameters."""
+
+
+def adjacent_weights(module: torch.nn.Module, ranks: int) -> list[list[Place]]:
+    """Return the parameters of a module that are adjacent in memory, as lists in the order of addresses.
+
+    `ranks` processes must have equal parts of each, since padding would separate the gathered weights.
+    """
+    places = {
+        id(weight): (weight, (owner, name))
+        for owner in module.modules()
+        for name, weight in owner.named_parameters(recurse=False)
+        # Shards over another mesh have no storage of their own.
+        if mesh(weight) is None and weight.is_contiguous() and weight.ndim and weight.size(0) % ranks == 0
+    }
+    stored = split((weight for weight, _ in places.values()), lambda weight: weight.untyped_storage()._cdata)
+    runs: list[list[Place]] = []
+    for weights in stored:
+        ordered = sorted(weights, key=lambda weight: weight.storage_offset())
+        joins = [_is_next(*two) for two in pairwise(ordered)]
+        for index, weight in enumerate(ordered):
+            if index == 0 or not joins[index - 1]:
+                runs.append([])
+            runs[-1].append(places[id(weight)][1])
+    return [run for run in runs if len(run) > 1]
+
+
+def _is_next(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if the second tensor begins where the first one ends, and both fit as rows of one."""
+    alike = (first.dtype, first.shape[1:]) == (second.dtype, second.shape[1:])
+    return alike and first.storage_offset() + first.numel() == second.storage_offset()
+
+
+def gather_side_by_side(module: Any, runs: Sequence[Sequence[Place]]) -> None:
+    """Make FSDP2 gather each of these lists of a sharded module's parameters into one buffer."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    found = {(one._module_info.module, one._module_info.param_name): one for one in group.fsdp_params}
+    for run in runs:
+        if all(place in found for place in run):
+            _JointBuffer([found[place] for place in run])
+
+
+class _JointBuffer:
+    """The buffer of some gathered parameters of FSDP2, whose methods it replaces."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self._members = members
+        for member in members:
+            member.init_all_gather_outputs = partial(self._create, member)
+            member.alloc_all_gather_outputs = self._allocate
+            member.init_unsharded_param = partial(self._make_whole, member)
+
+    def _create(
+        self, member: Any, numels: Any, dtypes: Any, ranks: int, device: torch.device, **_: Any
+    ) -> None:
+        """Create the buffer at the first call, and give each member its slice."""
+        import torch
+
+        if member.all_gather_outputs:
+            return
+        sizes = [ranks * one._sharded_param_data.numel() for one in self._members]
+        self._buffer = torch.empty(sum(sizes), dtype=dtypes[0], device=device)
+        for one, part in zip(self._members, self._buffer.split(sizes), strict=True):
+            one.all_gather_outputs = [part]
+
+    def _allocate(self) -> None:
+        """Allocate the buffer's memory again. FSDP2 frees that of each member's slice, which is the same."""
+        storage = self._buffer.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self._buffer.nbytes)
+
+    def _make_whole(self, member: Any) -> None:
+        """Set a member's whole weight at the first call. Later passes fill the same memory."""
+        import torch
+
+        if not hasattr(member, "_unsharded_param"):
+            whole = member.all_gather_outputs[0].view(member._orig_size)
+            trains = member.sharded_param.requires_grad
+            member._unsharded_param = torch.nn.Parameter(whole, requires_grad=trains)
