@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.quantized.fields import MXFP4
 from snugfit.features.quantized.packed_experts import has_packed_experts, is_of_experts, pack, pack_experts
 from snugfit.job.build import Construction
 
@@ -37,8 +38,10 @@ class QuantizedConstruction(Construction):
     double: bool
     """True if the scales of blocks are quantized too."""
 
-    experts: bool = False
-    """True if the weights of experts are quantized too, by `packed_experts.py`."""
+    experts: bool | str = False
+    """True if the weights of experts are quantized too (`packed_experts.py`); `mxfp4` for that format
+    (`mxfp4.py`).
+    """
 
     def config(self, model: Any) -> Any:
         """Return the `BitsAndBytesConfig` of transformers that quantizes this model.
@@ -110,6 +113,12 @@ class QuantizedConstruction(Construction):
             for name, parameter in list(module._parameters.items()):
                 if parameter is None:
                     continue
+                if self.experts == MXFP4 and is_of_experts(module, parameter):
+                    from snugfit.features.quantized.mxfp4 import random_blocks, store_packed
+
+                    packed = random_blocks(parameter, device, spread)
+                    store_packed(module, name, packed, getattr(torch, self.loaded_dtype))
+                    continue
                 if self.experts and is_of_experts(module, parameter):
                     values = torch.empty_like(parameter, device=device)
                     torch.nn.init.normal_(values, std=spread)
@@ -154,7 +163,7 @@ class QuantizedConstruction(Construction):
         import torch
 
         vars(model).pop("hf_device_map", None)
-        if self.experts:
+        if self.experts is True:
             # Experts that were loaded from a folder.
             pack_experts(model, double=self.double)
         dtype, computed = getattr(torch, self.dtype), getattr(torch, self.loaded_dtype)

@@ -38,7 +38,7 @@ class ExpertLinear(NamedTuple):
 
     weight: torch.Tensor  # (E, N, K), (E, K, N) if `is_turned`, or packed with two numbers to a byte
     is_turned: bool
-    state: Any = None  # bitsandbytes' `QuantState` of a packed weight
+    state: Any = None  # bitsandbytes' `QuantState` of a packed weight, or its `Mxfp4Weight`
     bias: torch.Tensor | None = None  # (E, N)
     down: torch.Tensor | None = None  # (E * r, K), peft's A
     up: torch.Tensor | None = None  # (N, r * E), peft's B

@@ -19,6 +19,7 @@ from snugfit.features.kernels.decoders.experts.forms import FORMS, ExpertsForm
 from snugfit.features.kernels.decoders.experts.grouped_linear import ALIGNMENT, ExpertLinear
 from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
+from snugfit.features.kernels.operations.mxfp4 import Mxfp4Weight
 from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
 from snugfit.step.own_forward import OwnForward
 
@@ -130,6 +131,9 @@ def _linear(experts: Any, name: str, form: ExpertsForm, adapter: tuple[Any, ...]
     if name not in packed:
         return ExpertLinear(getattr(experts, name), form.is_turned, None, bias, *adapter)
     formats = list(packed[name])
+    if len(formats) == 1 and isinstance(formats[0], Mxfp4Weight):
+        # Its rows are those of the product, whatever the form of the parameter.
+        return ExpertLinear(packed[name].original, False, formats[0], bias, *adapter)
     if len(formats) > 1 or _path(formats[0]) != _PACKED:
         return None
     return ExpertLinear(packed[name].original, form.is_turned, formats[0].quant_state, bias, *adapter)
