@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from snugfit.features.kernels.operations.mxfp4 import BIAS, BLOCK, VALUES, Mxfp4Weight
 from snugfit.features.quantized.fields import MXFP4
+from snugfit.features.quantized.packed_experts import is_of_experts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 _MEAN_SQUARE = sum(value**2 for value in VALUES) / len(VALUES)
 
 
-def store_packed(module: Any, name: str, packed: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> None:
+def store_packed(
+    module: Any, name: str, packed: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> None:
     """Replace a parameter (E, K, N) of a module by blocks (E, N, K / 32, 16) and scales (E, N, K / 32) of
     MXFP4, which are unpacked to this dtype.
     """
@@ -32,12 +35,56 @@ def store_packed(module: Any, name: str, packed: tuple[torch.Tensor, torch.Tenso
     module.parametrizations[name].original.quant_type = MXFP4
 
 
+def empty_blocks(parameter: nn.Parameter, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return blocks and scales without values for a parameter (E, K, N)."""
+    experts, inputs, outputs = parameter.shape
+    scales = torch.empty((experts, outputs, inputs // BLOCK), dtype=torch.uint8, device=device)
+    return scales.new_empty((*scales.shape, BLOCK // 2)), scales
+
+
 def random_blocks(
     parameter: nn.Parameter, device: torch.device, spread: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random blocks and scales for a parameter (E, K, N), with about this standard deviation."""
-    experts, inputs, outputs = parameter.shape
-    sizes = experts, outputs, inputs // BLOCK
-    blocks = torch.empty((*sizes, BLOCK // 2), dtype=torch.uint8, device=device).random_()
+    blocks, scales = empty_blocks(parameter, device)
     exponent = round(math.log2(spread / math.sqrt(_MEAN_SQUARE)))
-    return blocks, torch.full(sizes, BIAS + exponent, dtype=torch.uint8, device=device)
+    return blocks.random_(), scales.fill_(BIAS + exponent)
+
+
+FILE_NAMES = {
+    rf"experts\.{name}_{part}$": f"experts.parametrizations.{name}.{attribute}"
+    for name in ("gate_up_proj", "down_proj")
+    for part, attribute in (("blocks", "original"), ("scales", "0.scales"))
+}
+"""Patterns of the names in gpt-oss's files, with the names of the same tensors in a model."""
+
+_METHOD = "bitsandbytes_4bit_with_mxfp4"
+
+
+def loading_arguments(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that read blocks and scales as they are, and quantize linear
+    layers by this `BitsAndBytesConfig`.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    class PackedExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
+        def _process_model_before_weight_loading(self, model: Any, *arguments: Any, **keywords: Any) -> None:
+            super()._process_model_before_weight_loading(model, *arguments, **keywords)
+            for module in list(model.modules()):
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if is_of_experts(module, parameter):
+                        store_packed(module, name, empty_blocks(parameter, torch.device("meta")), dtype)
+
+        def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> Any:
+            # Other libraries know a model with layers of bitsandbytes by this value.
+            self.quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
+            model.quantization_method = QuantizationMethod.BITS_AND_BYTES
+            return super()._process_model_after_weight_loading(model, **keywords)
+
+    # The class has the dtype of this model, so it replaces that of an earlier one.
+    AUTO_QUANTIZER_MAPPING.pop(_METHOD, None)
+    register_quantizer(_METHOD)(PackedExpertsQuantizer)
+    config.quant_method = _METHOD
+    return {"quantization_config": config, "key_mapping": FILE_NAMES}

@@ -9,15 +9,18 @@ simulation takes the same path on shapes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import ModelError
 from snugfit.features.quantized.fields import MXFP4
 from snugfit.features.quantized.packed_experts import has_packed_experts, is_of_experts, pack, pack_experts
 from snugfit.job.build import Construction
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -75,8 +78,23 @@ class QuantizedConstruction(Construction):
         """Return the arguments of `from_pretrained` that quantize this model."""
         import torch
 
+        arguments = {"quantization_config": self.config(model)}
+        if self.experts == MXFP4:
+            from snugfit.features.quantized.mxfp4 import loading_arguments
+
+            arguments = loading_arguments(self.config(model), getattr(torch, self.loaded_dtype))
         # With a device map, transformers quantizes tensor by tensor on the device.
-        return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
+        return {**arguments, "device_map": {"": torch.get_default_device()}}
+
+    def refuse_weights(self, weights: Path, config: Mapping[str, Any]) -> None:
+        """Raise `ModelError` for a folder whose weights have another format."""
+        if self.experts != MXFP4:
+            super().refuse_weights(weights, config)
+        elif not is_mxfp4(config):
+            raise ModelError(
+                f"{weights}: experts=mxfp4 needs weights in that format, and its config.json names none. "
+                "Give a folder of gpt-oss's own files, or try experts=true."
+            )
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that `make` creates, quantized and with random weights, on the current default
@@ -172,6 +190,12 @@ class QuantizedConstruction(Construction):
             if parameter.dtype == computed != dtype:
                 parameter.data = parameter.data.to(dtype)
         return model  # type: ignore[no-any-return]
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return True if a model's config states weights in MXFP4."""
+    stored = config.get("quantization_config")
+    return isinstance(stored, dict) and stored.get("quant_method") == MXFP4
 
 
 def scales_in_order(weight: Any) -> list[tuple[Any, str]]:

@@ -5,7 +5,9 @@ weights.
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from torch.nn.utils import parametrize
 
 from small_models import small_job
 from small_runs import CPU
-from snugfit.errors import RecipeError
+from snugfit.errors import ModelError, RecipeError
 from snugfit.features.kernels.operations.mxfp4 import Mxfp4Weight, unpack
+from snugfit.features.quantized.mxfp4 import random_blocks
+from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
@@ -28,6 +32,8 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 TARGETS = "targets=q_proj, parameters=experts.gate_up_proj|experts.down_proj"
 QLORA = f"qlora(r=8, {TARGETS}, experts=mxfp4) + fused + bf16_pure"
+
+STORED = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
 def job(**facts: Any) -> Job:
@@ -99,6 +105,64 @@ def test_packed_experts_have_seventeen_bytes_for_32_numbers() -> None:
 def test_a_step_is_recorded() -> None:
     trace = rehearse(job(), Recipe.parse(f"{QLORA} + captured").setup(), CudaPolicy())
     assert not any("cannot be recorded" in doubt for doubt in trace.doubts)
+
+
+def write_files(folder: Path) -> dict[str, torch.Tensor]:
+    """Write random weights as gpt-oss's files have them, and return the tensors."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    whole = instantiate(job(), dtype="bfloat16", attention="eager")
+    stored = {}
+    for name, value in whole.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            packed = random_blocks(value, CPU, 0.02)
+            packed[1].random_(115, 125)
+            stored |= dict(zip((f"{name}_blocks", f"{name}_scales"), packed, strict=True))
+        else:
+            stored[name] = value.contiguous()
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**job().model.config, **STORED}), encoding="utf-8")
+    return stored
+
+
+def loaded(folder: Path, recipe: str, **facts: Any) -> Any:
+    """Return the adapted model with the weights of a folder, whose config has these further keys."""
+    return build_model(job(**facts), Recipe.parse(recipe).setup(), CPU, weights=folder)
+
+
+@pytest.mark.whole
+def test_files_of_gpt_oss_are_read_as_they_are(tmp_path: Path) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    stored = write_files(tmp_path / "weights")
+    model = loaded(tmp_path / "weights", QLORA, **STORED)
+    for number, layer in enumerate(model.get_base_model().model.layers):
+        experts = next(
+            module for module in layer.modules() if type(module).__name__.endswith("GptOssExperts")
+        )
+        for name, packed in experts.parametrizations.items():
+            at = f"model.layers.{number}.mlp.experts.{name}"
+            assert torch.equal(packed.original, stored[f"{at}_blocks"])
+            assert torch.equal(packed[0].scales, stored[f"{at}_scales"])
+            assert torch.equal(getattr(experts, f"{name}_bias"), stored[f"{at}_bias"])
+        assert isinstance(layer.self_attn.k_proj, Linear4bit)
+    assert all(bool(value.isfinite().all()) for value in gradients(model.train()).values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "facts", "why"),
+    [
+        (QLORA, {}, "experts=mxfp4 needs weights in that format"),
+        ("lora + bf16_pure", STORED, "its weights are quantized"),
+    ],
+)
+def test_weights_in_another_format_are_refused(
+    recipe: str, facts: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        loaded(tmp_path, recipe, **facts)
 
 
 @pytest.mark.parametrize(
