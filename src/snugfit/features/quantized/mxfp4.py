@@ -25,8 +25,9 @@ _MEAN_SQUARE = sum(value**2 for value in VALUES) / len(VALUES)
 def store_packed(
     module: Any, name: str, packed: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Replace a parameter (E, K, N) of a module by blocks (E, N, K / 32, 16) and scales (E, N, K / 32) of
-    MXFP4, which are unpacked to this dtype.
+    """Replace a parameter (E, K, N) of a module by blocks and scales of MXFP4, which unpack to this dtype.
+
+    Blocks are (E, N, K / 32, 16), and scales (E, N, K / 32).
     """
     blocks, scales = packed
     module._parameters[name] = torch.nn.Parameter(blocks, requires_grad=False)

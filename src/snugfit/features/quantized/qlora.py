@@ -5,8 +5,8 @@ of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a we
 product, forward and backward, dequantizes the whole weight into the dtype of the computation. This temporary
 tensor is as large as the largest layer. Small batches use a kernel without it. Embeddings, normalisations,
 the head and fused experts (`experts.py`) are not quantized. `experts=true` quantizes experts too
-(`packed_experts.py`). `experts=mxfp4` keeps those of gpt-oss in their own format: blocks of 32 numbers with a
-scale of 8 bits (OCP Microscaling Formats 1.0), 0.531 bytes a weight.
+(`packed_experts.py`). `experts=mxfp4` keeps those of gpt-oss in their own format (OCP Microscaling Formats
+1.0). It has a scale of 8 bits for 32 numbers: 0.531 bytes a weight.
 
 With `bits=8` weights are integers with one scale for a row (LLM.int8(), arXiv 2208.07339): 1 byte a weight.
 

@@ -1,8 +1,8 @@
 """Frozen weights of experts in MXFP4, unpacked into one matrix for each product.
 
-A block of 32 numbers has one scale 2^(s - 127), and a number has a sign, two bits of exponent and one of
-mantissa (OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3). Byte i of a block has number 2i in its low
-half. Values are those of transformers' `convert_moe_packed_tensors`, bit for bit.
+A block of 32 numbers has one scale 2^(s - 127). A number has a sign, two bits of exponent and one of
+mantissa. The source is OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3. Byte i of a block has number 2i
+in its low half. Values are those of transformers' `convert_moe_packed_tensors`, bit for bit.
 """
 
 from __future__ import annotations

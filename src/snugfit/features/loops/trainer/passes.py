@@ -85,7 +85,7 @@ class TrainerPasses:
         self._call = model, arguments, keywords
         if self._runner is None:
             return self.run_passes(self._built, [piece], [share])
-        weight = None if isinstance(share, float) and share == 1 else share
+        weight: Any = None if isinstance(share, float) and share == 1 else share
         loss = self._runner.run_passes(self._built, [piece], [weight])
         if self._runner.why_not:
             self._trainer.snugfit.journal.warn_once(

@@ -132,7 +132,7 @@ def _linear(experts: Any, name: str, form: ExpertsForm, adapter: tuple[Any, ...]
         return ExpertLinear(getattr(experts, name), form.is_turned, None, bias, *adapter)
     formats = list(packed[name])
     if len(formats) == 1 and isinstance(formats[0], Mxfp4Weight):
-        # Its rows are those of the product, whatever the form of the parameter.
+        # Packed weights are stored as (E, N, K), unlike the parameter (E, K, N).
         return ExpertLinear(packed[name].original, False, formats[0], bias, *adapter)
     if len(formats) > 1 or _path(formats[0]) != _PACKED:
         return None

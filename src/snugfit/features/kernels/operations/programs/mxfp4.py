@@ -17,7 +17,7 @@ BYTES_OF_BLOCK = tl.constexpr(16)
 WARPS = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def decode(code, half):  # type: ignore[no-untyped-def]
     """Return the value of a code of four bits, times twice the half of its scale."""
     exponent = (code >> 1) & 3
