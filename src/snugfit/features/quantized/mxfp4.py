@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils import parametrize
 
-from snugfit.features.kernels.operations.mxfp4 import BIAS, BLOCK, VALUES, Mxfp4Weight
+from snugfit.features.kernels.decoders.experts.mxfp4 import BIAS, BLOCK, VALUES, Mxfp4Weight
 from snugfit.features.quantized.fields import MXFP4
 from snugfit.features.quantized.packed_experts import is_of_experts
 

@@ -20,7 +20,6 @@ from snugfit.features.engine.replay.batch import (
     masks_by_shape,
 )
 from snugfit.features.engine.replay.graphs import NotRecorded
-from snugfit.features.engine.replay.recomputed import generators_left_alone
 from snugfit.features.engine.replay.step import MOST_LAYOUTS
 from snugfit.job.batch_layout import map_leaves
 from snugfit.step.step_runner import StepRunner
@@ -116,8 +115,8 @@ class CapturedPasses(StepRunner):
         addresses = tuple((one.data_ptr(), one.requires_grad) for one in self._loop.parameters())
         if self._addresses != addresses:
             self._addresses = addresses
-            for kept in (self._recordings, self._trained, self._gradients):
-                kept.clear()
+            for table in (self._recordings, self._trained, self._gradients):
+                table.clear()
 
     def _place_gradients(self, key: Hashable) -> None:
         """Let the weights have their gradients at the addresses to which a graph adds."""
@@ -139,6 +138,8 @@ class CapturedPasses(StepRunner):
     def _record(self, key: Hashable, built: Any, piece: Mapping[str, Any], weight: Any) -> None:
         """Record the passes for one layout. If they cannot be recorded, all later ones run without graphs."""
         import torch
+
+        from snugfit.features.engine.replay.recomputed import generators_left_alone
 
         self._place_gradients(key)
         device = self._loop.device

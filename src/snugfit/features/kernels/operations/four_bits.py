@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from snugfit.features.kernels.operations import mxfp4
-from snugfit.features.kernels.operations.mxfp4 import Mxfp4Weight
 from snugfit.features.kernels.operations.operators import has_kernel
 
 
@@ -35,11 +33,7 @@ def unpack(packed: Sequence[torch.Tensor], states: Sequence[Any], dtype: torch.d
 
 
 def unpack_whole(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight of any shape in this dtype, from its packed values and their state: bitsandbytes'
-    `QuantState`, or an `Mxfp4Weight`.
-    """
-    if isinstance(state, Mxfp4Weight):
-        return mxfp4.unpack(packed, state.scales, dtype)
+    """Return a weight of any shape in this dtype, from its packed values and their `QuantState`."""
     operators: Any = torch.ops.bitsandbytes
     settings = state.blocksize, state.quant_type, state.shape, dtype
     if not has_kernel(packed):

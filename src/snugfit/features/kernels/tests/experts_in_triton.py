@@ -13,10 +13,9 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.features.kernels.decoders.experts import activation, grouped_linear, routing
+from snugfit.features.kernels.decoders.experts import activation, grouped_linear, mxfp4, routing
 from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, TANH, Gate
 from snugfit.features.kernels.decoders.experts.routing import Routing
-from snugfit.features.kernels.operations import mxfp4
 from snugfit.features.kernels.operations.programs import experts
 from snugfit.features.kernels.operations.programs.mxfp4 import unpack_mxfp4
 

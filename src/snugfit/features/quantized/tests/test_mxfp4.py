@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from small_models import small_job
 from small_runs import CPU
 from snugfit.errors import ModelError, RecipeError
-from snugfit.features.kernels.operations.mxfp4 import Mxfp4Weight, unpack
+from snugfit.features.kernels.decoders.experts.mxfp4 import Mxfp4Weight, unpack
 from snugfit.features.quantized.mxfp4 import random_blocks
 from snugfit.job.build import instantiate
 from snugfit.job.job import Job, Task

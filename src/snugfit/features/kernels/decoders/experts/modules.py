@@ -17,9 +17,9 @@ from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, 
 from snugfit.features.kernels.decoders.experts.expert_mlp import expert_mlp
 from snugfit.features.kernels.decoders.experts.forms import FORMS, ExpertsForm
 from snugfit.features.kernels.decoders.experts.grouped_linear import ALIGNMENT, ExpertLinear
+from snugfit.features.kernels.decoders.experts.mxfp4 import Mxfp4Weight
 from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
-from snugfit.features.kernels.operations.mxfp4 import Mxfp4Weight
 from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
 from snugfit.step.own_forward import OwnForward
 
