@@ -27,7 +27,7 @@ from snugfit.techniques.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
-VOCABULARY, FOLLOWERS, RANK = 512, 16, 16
+VOCABULARY, FOLLOWERS, RANK, ALPHA = 512, 16, 16, 8
 SEEDS = (1, 2, 3)
 RATE, CLIP = 1e-3, 1.0
 ADAPTERS = f"lora(r={RANK}, targets=all-linear)"
@@ -117,7 +117,7 @@ def adapted(config: Any, base: dict[str, torch.Tensor], seed: int) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(base)
-    options: Any = {"r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
+    options: Any = {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **options)).to(DEVICE)
 
 
