@@ -22,6 +22,7 @@ import torch
 
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.step.applier import set_process
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
@@ -100,11 +101,14 @@ def row(job: Job, recipe: str, profiled: bool) -> dict[str, Any]:
     """Return the seconds, bytes and losses of this recipe, measured in this process."""
     parsed = Recipe.parse(recipe)
     parsed.check(job)
+    device = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+    setup = parsed.setup()
+    # torch reads the allocator's settings when CUDA starts, and the first product starts it.
+    set_process(setup, device)
     flops = [product_flops()]
     clock = Clock(profiled)
     begin = time.perf_counter()
-    step = open_step(job, parsed.setup(), "plain", torch.device("cuda", 0) if CUDA else torch.device("cpu"),
-                     keep_losses=True)  # fmt: skip
+    step = open_step(job, setup, "plain", device, keep_losses=True)
     torch.manual_seed(0)
     losses = step.run(WARMUP + TIMED + profiled, clock)
     whole = time.perf_counter() - begin

@@ -92,6 +92,8 @@ HEAVY_THEMSELVES = {
     "features/kernels/decoders/experts/expert_mlp.py",
     "features/kernels/decoders/experts/grouped_linear.py",
     "features/kernels/decoders/experts/modules.py",
+    "features/kernels/decoders/experts/mxfp4.py",
+    "features/quantized/mxfp4.py",
     "features/kernels/decoders/experts/routing.py",
     "features/kernels/operations/programs/experts.py",
     "features/kernels/operations/attention_inputs.py",

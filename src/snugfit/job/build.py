@@ -58,6 +58,14 @@ class Construction:
         """Return further arguments of `from_pretrained` to load a model like this one."""
         return {}
 
+    def refuse_weights(self, weights: Path, config: Mapping[str, Any]) -> None:
+        """Raise `ModelError` for a folder of weights that cannot be trained. `config` is its model's."""
+        if "quantization_config" in ignored_keys(config):
+            raise ModelError(
+                f'{weights}: its weights are quantized ("quantization_config" in config.json), which snugfit '
+                "does not train. Give a folder with the unquantized weights."
+            )
+
     def finish(self, model: nn.Module) -> nn.Module:
         """Return the model to train in place of `model`, after its weights are loaded."""
         return model
@@ -154,13 +162,9 @@ def _from_facts(
     dtype = getattr(torch, construction.loaded_dtype)
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     model: nn.Module
-    if weights is not None and "quantization_config" in ignored_keys(job.model.config):
-        raise ModelError(
-            f'{weights}: its weights are quantized ("quantization_config" in config.json), which snugfit '
-            "does not train. Give a folder with the unquantized weights."
-        )
     if weights is None:
         return construction.build(lambda: _from_config(job, auto_class, config, arguments))
+    construction.refuse_weights(weights, job.model.config)
     # The same model without data is built for the names of frozen weights and further loading arguments.
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, arguments)

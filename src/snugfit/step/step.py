@@ -137,6 +137,9 @@ class Step(ABC):
     each training loop.
     """
 
+    updates_by_others = False
+    """True if a user's code clips and updates, so that a `StepRunner` runs only the passes."""
+
     keep_gradients = False
     """True to zero gradients in place after a step and not free them (the default of torch before 2.0)."""
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from snugfit.features.engine.fields import CaptureWish
     from snugfit.step.step_runner import StepRunner
+    from snugfit.step.wishes.handler import LiveTraining
 
 
 def _refusals(reason: str) -> Mapping[str, str]:
@@ -66,9 +67,23 @@ class CaptureHandler(Handler):
     """Handler of the field `capture`: steps recorded as CUDA graphs."""
 
     wish, slot, stage = CAPTURE.name, Slot.ENGINE, InstallStage.STEP
-    refused: ClassVar[Mapping[str, str]] = _refusals(
-        "its steps are those of another loop, and only snugfit's own are recorded. snugfit train takes it"
-    )
+    refused: ClassVar[Mapping[str, str]] = {
+        front_end: reason
+        for front_end, reason in _refusals(
+            "its steps are those of another loop, and only snugfit's own are recorded. snugfit train takes it"
+        ).items()
+        if front_end != "fit"
+    }
+
+    def objections(self, value: CaptureWish, live: LiveTraining) -> Iterator[str]:
+        """Yield an objection to Python code of the user that runs within each pass, as replays would skip
+        it.
+        """
+        if live.code_in_passes:
+            yield (
+                f"{live.technique(self.slot)}: a replayed pass runs no Python code, so these would be "
+                f"skipped: {', '.join(live.code_in_passes)}. Remove them, or leave captured out."
+            )
 
     def fill_multiple(self, value: CaptureWish, loop: Any) -> int:
         """Return the multiple to which the lengths of recorded batches are padded."""
@@ -81,12 +96,14 @@ class CaptureHandler(Handler):
         """
         if not _can_record(loop):
             return runner
+        from snugfit.features.engine.replay.passes import CapturedPasses
         from snugfit.features.engine.replay.step import CapturedStep
 
         # In a simulation, `REHEARSED` creates simulated graphs.
         make_graphs = REHEARSED.get()
         graphs = CudaGraphs(loop.device) if make_graphs is None else make_graphs()
-        return CapturedStep(loop, graphs, value.multiple)
+        kind = CapturedPasses if loop.updates_by_others else CapturedStep
+        return kind(loop, graphs, value.multiple)
 
     def evaluated_model(self, value: CaptureWish, loop: Any, build: Callable[[], Any]) -> Any:
         """Return the job's model, whose decode steps are recorded as CUDA graphs. Raises `UsageError` on a

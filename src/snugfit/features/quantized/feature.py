@@ -24,7 +24,7 @@ class Quantized(Feature):
         Slot.ADAPTERS: ("low_bits", "qlora"),
     }
 
-    needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters"}
+    needs: ClassVar[Mapping[str, str]] = {"qlora": "adapters", "mxfp4": "kernels"}
 
     def handlers(self) -> Sequence[Any]:
         """Return the handlers that apply the fields `quantize` and `float8` of `Setup` (a recipe's
@@ -57,10 +57,11 @@ class Quantized(Feature):
         )
 
     def packed_dtype(self, tensor: Any) -> str:
-        """Return `nf4` or `fp4` for a tensor with packed 4-bit weights of bitsandbytes; empty for other
-        tensors.
+        """Return `nf4` or `fp4` for a tensor with packed 4-bit weights of bitsandbytes, and `mxfp4` for such
+        weights of experts; empty for other tensors.
         """
-        return getattr(tensor, "quant_type", "") if getattr(tensor, "quant_state", None) is not None else ""
+        name = str(getattr(tensor, "quant_type", ""))
+        return name if name == "mxfp4" or getattr(tensor, "quant_state", None) is not None else ""
 
     def doubts_on_bytes(self, setup: Setup, blocks: Sequence[Any], missing: int) -> Sequence[str]:
         """Return a warning about experts that stay in 16 or 32 bits, and one about adapters on them."""

@@ -9,6 +9,9 @@ from snugfit.techniques.wish import Wish
 FLOAT8_MULTIPLE = 16
 """Divisor of both dimensions of a matrix in 8-bit floats (`native/cuda/ScaledBlas.cpp`)."""
 
+MXFP4 = "mxfp4"
+"""Value of `QuantizeWish.experts` for weights in blocks of 32 with a scale of 8 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeWish:
@@ -20,8 +23,8 @@ class QuantizeWish:
     double: bool = True
     """True if the scales of 4-bit weights are quantized too."""
 
-    experts: bool = False
-    """True if the weights of experts have 4 bits too."""
+    experts: bool | str = False
+    """True if the weights of experts have 4 bits too, and `mxfp4` if they are those of such a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,5 +40,5 @@ def pack(module: Any, name: str, *, double: bool) -> None:
 def has_packed_experts(module: nn.Module) -> bool:
     """Return True if a module has weights of experts in 4 bits."""
     return any(
-        hasattr(packed.original, "quant_state") for packed in getattr(module, "parametrizations", {}).values()
+        hasattr(packed.original, "quant_type") for packed in getattr(module, "parametrizations", {}).values()
     )

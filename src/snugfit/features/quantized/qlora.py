@@ -5,7 +5,8 @@ of them. With `double` the scales themselves are 8-bit numbers: 0.516 bytes a we
 product, forward and backward, dequantizes the whole weight into the dtype of the computation. This temporary
 tensor is as large as the largest layer. Small batches use a kernel without it. Embeddings, normalisations,
 the head and fused experts (`experts.py`) are not quantized. `experts=true` quantizes experts too
-(`packed_experts.py`).
+(`packed_experts.py`). `experts=mxfp4` keeps those of gpt-oss in their own format (OCP Microscaling Formats
+1.0). It has a scale of 8 bits for 32 numbers: 0.531 bytes a weight.
 
 With `bits=8` weights are integers with one scale for a row (LLM.int8(), arXiv 2208.07339): 1 byte a weight.
 
@@ -24,13 +25,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from snugfit.features.adapters.low_rank import ARGUMENTS, LowRank
-from snugfit.features.quantized.fields import QuantizeWish
+from snugfit.features.quantized.fields import MXFP4, QuantizeWish
 from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import ALL_LINEAR, Fidelity, Slot, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
+
+GPT_OSS = "gpt_oss"
+"""Model type whose files have experts in MXFP4."""
 
 _CONFIG = {
     **ARGUMENTS,
@@ -74,8 +78,10 @@ class Qlora(LowRank):
     bits: Literal[4, 8] = 4
     """Bits of a frozen weight."""
 
-    experts: bool = False
-    """True stores the weights of experts in 4 bits too, which bitsandbytes leaves in 16."""
+    experts: Literal[False, True, "mxfp4"] = False
+    """True stores the weights of experts in 4 bits too, which bitsandbytes leaves in 16. `mxfp4` keeps those
+    of gpt-oss's files as they are.
+    """
 
     def install(self, setup: Setup) -> Setup:
         """Return the setup with the quantization of weights while the model is built, and with peft's
@@ -118,11 +124,20 @@ class Qlora(LowRank):
             yield "experts=true needs bits=4."
         if not any("expert" in key for key in job.model.config):
             yield f"{job.model.name} has no experts. Leave experts out."
+        elif self.experts == MXFP4:
+            yield from self._objections_to_mxfp4(job, recipe)
         if recipe[Slot.KERNELS].name != "fused":
             yield (
                 f"experts of 4 bits are unpacked for each product by 'fused', and {recipe[Slot.KERNELS]} "
                 "would keep them unpacked. Add 'fused'."
             )
+
+    def _objections_to_mxfp4(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the reasons against experts in MXFP4."""
+        if (kind := job.model.config.get("model_type")) != GPT_OSS:
+            yield f"experts=mxfp4 is the format of gpt_oss, and this model is {kind}. Try experts=true."
+        if not recipe[Slot.SHARDING].plain:
+            yield f"experts=mxfp4 was not tried together with {recipe[Slot.SHARDING]}. Try experts=true."
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

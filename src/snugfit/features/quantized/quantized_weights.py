@@ -9,14 +9,18 @@ simulation takes the same path on shapes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from snugfit.errors import ModelError
+from snugfit.features.quantized.fields import MXFP4
 from snugfit.features.quantized.packed_experts import has_packed_experts, is_of_experts, pack, pack_experts
 from snugfit.job.build import Construction
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -37,8 +41,10 @@ class QuantizedConstruction(Construction):
     double: bool
     """True if the scales of blocks are quantized too."""
 
-    experts: bool = False
-    """True if the weights of experts are quantized too, by `packed_experts.py`."""
+    experts: bool | str = False
+    """True if the weights of experts are quantized too (`packed_experts.py`); `mxfp4` for that format
+    (`mxfp4.py`).
+    """
 
     def config(self, model: Any) -> Any:
         """Return the `BitsAndBytesConfig` of transformers that quantizes this model.
@@ -72,8 +78,23 @@ class QuantizedConstruction(Construction):
         """Return the arguments of `from_pretrained` that quantize this model."""
         import torch
 
+        arguments = {"quantization_config": self.config(model)}
+        if self.experts == MXFP4:
+            from snugfit.features.quantized.mxfp4 import loading_arguments
+
+            arguments = loading_arguments(self.config(model), getattr(torch, self.loaded_dtype))
         # With a device map, transformers quantizes tensor by tensor on the device.
-        return {"quantization_config": self.config(model), "device_map": {"": torch.get_default_device()}}
+        return {**arguments, "device_map": {"": torch.get_default_device()}}
+
+    def refuse_weights(self, weights: Path, config: Mapping[str, Any]) -> None:
+        """Raise `ModelError` for a folder whose weights have another format."""
+        if self.experts != MXFP4:
+            super().refuse_weights(weights, config)
+        elif not is_mxfp4(config):
+            raise ModelError(
+                f"{weights}: experts=mxfp4 needs weights in that format, and its config.json names none. "
+                "Give a folder of gpt-oss's own files, or try experts=true."
+            )
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that `make` creates, quantized and with random weights, on the current default
@@ -109,6 +130,12 @@ class QuantizedConstruction(Construction):
         for module in list(model.modules()):
             for name, parameter in list(module._parameters.items()):
                 if parameter is None:
+                    continue
+                if self.experts == MXFP4 and is_of_experts(module, parameter):
+                    from snugfit.features.quantized.mxfp4 import random_blocks, store_packed
+
+                    packed = random_blocks(parameter, device, spread)
+                    store_packed(module, name, packed, getattr(torch, self.loaded_dtype))
                     continue
                 if self.experts and is_of_experts(module, parameter):
                     values = torch.empty_like(parameter, device=device)
@@ -154,7 +181,7 @@ class QuantizedConstruction(Construction):
         import torch
 
         vars(model).pop("hf_device_map", None)
-        if self.experts:
+        if self.experts is True:
             # Experts that were loaded from a folder.
             pack_experts(model, double=self.double)
         dtype, computed = getattr(torch, self.dtype), getattr(torch, self.loaded_dtype)
@@ -163,6 +190,12 @@ class QuantizedConstruction(Construction):
             if parameter.dtype == computed != dtype:
                 parameter.data = parameter.data.to(dtype)
         return model  # type: ignore[no-any-return]
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return True if a model's config states weights in MXFP4."""
+    stored = config.get("quantization_config")
+    return isinstance(stored, dict) and stored.get("quant_method") == MXFP4
 
 
 def scales_in_order(weight: Any) -> list[tuple[Any, str]]:

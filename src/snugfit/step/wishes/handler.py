@@ -66,6 +66,9 @@ class LiveTraining:
     own_forwards: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     """Modules with a replaced forward method, each with its attributes before the replacement."""
 
+    code_in_passes: Sequence[str] = ()
+    """Names of the user's Python code that runs within each pass, such as hooks."""
+
     def technique(self, slot: Slot) -> Technique:
         """Return the recipe's technique of this slot (a choice such as precision), or of another slot with
         the same field of `Setup`.

@@ -450,7 +450,7 @@ def test_what_it_does_not_go_with_is_named(recipe: str, why: str) -> None:
         predict(small_job("bert"), recipe, gpu="h200")
 
 
-@pytest.mark.parametrize("loop", ["accelerate", "trainer", "fit", "custom_loop", "script"])
+@pytest.mark.parametrize("loop", ["accelerate", "trainer", "custom_loop", "script"])
 def test_loops_that_cannot_record_say_so(loop: str) -> None:
     with pytest.raises(UsageError, match=r"capture|engine"):
         refuse_unsupported(loop, Recipe.parse("captured").setup())

@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import torch
 
-from snugfit.features.kernels.decoders.experts import activation, grouped_linear, routing
+from snugfit.features.kernels.decoders.experts import activation, grouped_linear, mxfp4, routing
 from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, TANH, Gate
 from snugfit.features.kernels.decoders.experts.routing import Routing
 from snugfit.features.kernels.operations.programs import experts
+from snugfit.features.kernels.operations.programs.mxfp4 import unpack_mxfp4
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-5}
 """Largest allowed error by dtype, relative to the largest number. The interpreter truncates to bfloat16."""
@@ -93,8 +94,27 @@ def compare(device: str) -> bool:
                 if not is_near(got.double(), expected.double(), BOUNDS[dtype]):
                     print(f"{name} {rows} x {columns} {dtype}: tensor {number} differs")
                     right = False
+    right &= all(unpacks(device, dtype, blocks) for dtype in BOUNDS for blocks in (1, 7, 90))
     print("compared")
     return right
+
+
+def unpacks(device: str, dtype: torch.dtype, blocks: int) -> bool:
+    """Return True if weights of MXFP4 are unpacked bit for bit, with scales up to 254."""
+    draw = torch.Generator().manual_seed(blocks)
+    packed = torch.randint(256, (3, 5, blocks, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(255, (3, 5, blocks), generator=draw, dtype=torch.uint8)
+    if device == "cuda" or dtype is torch.float32:
+        scales.view(-1)[:4] = torch.tensor([0, 1, 2, 254], dtype=torch.uint8)
+    else:  # the interpreter drops subnormal numbers of bfloat16
+        scales.clamp_(4, 250)
+    packed, scales = packed.to(device), scales.to(device)
+    out = torch.empty(3, 5, 32 * blocks, dtype=dtype, device=device)
+    unpack_mxfp4(packed, scales, out=out)
+    if torch.equal(out, mxfp4.reference(packed, scales, dtype)):
+        return True
+    print(f"MXFP4 of {blocks} blocks in {dtype} differs")
+    return False
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from snugfit.features.loops.backward_updates import BackwardWatch
 from snugfit.features.loops.loader import DataPosition
 from snugfit.features.loops.trainer.checkpoints import TrainerCheckpoints, refuse_no_checkpoint
 from snugfit.features.loops.trainer.loss import LossTraits
+from snugfit.features.loops.trainer.passes import TrainerPasses
 from snugfit.features.loops.trainer.plan import compared_job
 from snugfit.features.loops.trainer.ranks import ranks_of
 from snugfit.features.loops.trainer.step_timer import StepState, StepTimer, logger_for
@@ -89,6 +90,15 @@ class FitRun:
 
     step: StepState = field(default_factory=StepState)
     backward: BackwardWatch = field(default_factory=BackwardWatch)
+
+    passes: TrainerPasses | None = None
+    """The passes of micro-batches under the current recipe; None before the first one."""
+
+    def passes_of(self, trainer: Any) -> TrainerPasses:
+        """Return the passes of the trainer's micro-batches. They are made anew after a change of recipe."""
+        if self.passes is None:
+            self.passes = TrainerPasses(trainer)
+        return self.passes
 
     def tree_of(self, model: Any) -> ModuleTree:
         """Return the cached module tree of the trainer's model. A previous model's tree is discarded."""

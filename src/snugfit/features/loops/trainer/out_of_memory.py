@@ -60,6 +60,8 @@ def _switch_recipe(trainer: Any, run: FitRun, exhausted: Exhausted, number: int,
     training log.
     """
     plan: FitPlan = trainer.snugfit
+    # Recorded passes hold memory, and are those of the old recipe.
+    run.passes = None
     release_unused_memory(trainer.args.device)
     chosen = run.recovery.next_recipe(exhausted, plan.recipe, number - 1)
     if chosen is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import UsageError
 from snugfit.features.loops.trainer.live_trainer import made_by_accelerate, replace_model, set_arguments
 from snugfit.features.loops.trainer.parts import refusals_of
+from snugfit.features.loops.trainer.passes import code_in_passes
 from snugfit.features.loops.trainer.ranks import refuse_in_several_processes
 from snugfit.features.loops.trainer.trainer_hooks import overrides
 from snugfit.features.loops.users_optimizer import refuse_optimizer
@@ -124,6 +125,7 @@ def live_training(trainer: Any, recipe: Recipe) -> LiveTraining:
         model=trainer.model,
         device=trainer.args.device,
         own_forwards=getattr(trainer, "snugfit_own_forwards", []),
+        code_in_passes=list(code_in_passes(trainer)),
     )
 
 

@@ -50,6 +50,7 @@ from snugfit.training.run.loader import Prefetcher
 from snugfit.training.run.trained import FINISHED, STOPPED
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Trainer
 else:
     Trainer = object  # at run time, `fitted_class` adds the user's class as a base
@@ -197,9 +198,17 @@ class FittedTrainer(Trainer):  # type: ignore[misc]
                 if isinstance(share, float) and not share:
                     continue
                 given = piece if isinstance(share, float) else with_some_item(piece, share)
-                with patch.object(step, "share", share), run.tree_of(self.model).use_cache("train"):
-                    total = total + super().training_step(model, given, *arguments, **keywords)
+                total = total + run.passes_of(self).run(model, given, share, *arguments, **keywords)
         return total
+
+    def plain_pass(
+        self, model: Any, piece: Any, share: Any, *arguments: Any, **keywords: Any
+    ) -> torch.Tensor:
+        """Run the Trainer's own passes of a micro-batch, and return its loss times `share`."""
+        run = self._fit_run
+        with patch.object(run.step, "share", share), run.tree_of(self.model).use_cache("train"):
+            loss: torch.Tensor = super().training_step(model, piece, *arguments, **keywords)
+        return loss
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """Return the loss, weighted by the micro-batch's fraction of labels in training, and unchanged in an

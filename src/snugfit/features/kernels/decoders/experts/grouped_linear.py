@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from snugfit.features.kernels.decoders.experts.mxfp4 import Mxfp4Weight, unpack
 from snugfit.features.kernels.operations.four_bits import unpack_whole
 from snugfit.features.kernels.operations.operators import define, has_kernel
 from snugfit.features.kernels.operations.products import results_are_kept
@@ -38,7 +39,7 @@ class ExpertLinear(NamedTuple):
 
     weight: torch.Tensor  # (E, N, K), (E, K, N) if `is_turned`, or packed with two numbers to a byte
     is_turned: bool
-    state: Any = None  # bitsandbytes' `QuantState` of a packed weight
+    state: Any = None  # bitsandbytes' `QuantState` of a packed weight, or its `Mxfp4Weight`
     bias: torch.Tensor | None = None  # (E, N)
     down: torch.Tensor | None = None  # (E * r, K), peft's A
     up: torch.Tensor | None = None  # (N, r * E), peft's B
@@ -95,7 +96,12 @@ class GroupedLinear(NamedTuple):
     def matrices(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights (E, N, K) of all experts; those of 4 bits are unpacked each time."""
         is_turned, _, state = self.settings
-        whole = self.weight if state is None else unpack_whole(self.weight, state, dtype)
+        if state is None:
+            whole = self.weight
+        elif isinstance(state, Mxfp4Weight):
+            whole = unpack(self.weight, state.scales, dtype)
+        else:
+            whole = unpack_whole(self.weight, state, dtype)
         return whole.transpose(1, 2) if is_turned else whole
 
     def multiply(self, rows: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from snugfit.features.kernels.decoders.experts.activation import CLAMPED, SILU, 
 from snugfit.features.kernels.decoders.experts.expert_mlp import expert_mlp
 from snugfit.features.kernels.decoders.experts.forms import FORMS, ExpertsForm
 from snugfit.features.kernels.decoders.experts.grouped_linear import ALIGNMENT, ExpertLinear
+from snugfit.features.kernels.decoders.experts.mxfp4 import Mxfp4Weight
 from snugfit.features.kernels.decoders.same_code import same_as
 from snugfit.features.kernels.operations.gated_mlp import RECOMPUTES
 from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
@@ -130,6 +131,9 @@ def _linear(experts: Any, name: str, form: ExpertsForm, adapter: tuple[Any, ...]
     if name not in packed:
         return ExpertLinear(getattr(experts, name), form.is_turned, None, bias, *adapter)
     formats = list(packed[name])
+    if len(formats) == 1 and isinstance(formats[0], Mxfp4Weight):
+        # Packed weights are stored as (E, N, K), unlike the parameter (E, K, N).
+        return ExpertLinear(packed[name].original, False, formats[0], bias, *adapter)
     if len(formats) > 1 or _path(formats[0]) != _PACKED:
         return None
     return ExpertLinear(packed[name].original, form.is_turned, formats[0].quant_state, bias, *adapter)

@@ -1,0 +1,167 @@
+"""Passes of a user's loop as CUDA graphs, while its own code clips, updates and drops the gradients.
+
+One graph has forward and backward pass of a micro-batch. It adds to gradients at fixed addresses, which are
+set to zero before a step's first micro-batch. So one graph serves every micro-batch of a layout, also after
+one that was not replayed. The gradients stay allocated between steps, unlike those of an eager loop.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from snugfit.features.engine.replay.batch import (
+    fill_up,
+    is_packed,
+    layout_of,
+    longest_sequence,
+    masks_by_shape,
+)
+from snugfit.features.engine.replay.graphs import NotRecorded
+from snugfit.features.engine.replay.step import MOST_LAYOUTS
+from snugfit.job.batch_layout import map_leaves
+from snugfit.step.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    import torch
+
+    from snugfit.features.engine.replay.graphs import Graphs
+    from snugfit.job.job import Job
+    from snugfit.techniques.setup import Setup
+
+
+class PassesLoop(Protocol):
+    """A user's loop whose passes are recorded."""
+
+    job: Job
+    setup: Setup
+    device: torch.device
+
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """Return all parameters of the model."""
+
+    def begin_replay(self) -> None:
+        """Set the modes that the loop's code sets before a pass, such as `model.train()`."""
+
+    def run_passes(
+        self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[Any]
+    ) -> torch.Tensor:
+        """Run the loop's own passes of one micro-batch, its loss times the weight, and return this loss."""
+
+
+@dataclass(eq=False)
+class PassGraph:
+    """The CUDA graph for micro-batches of one layout, with the tensors that it reads and writes."""
+
+    batch: dict[str, Any]
+    share: torch.Tensor | None
+    """Factor of the loss, a scalar on the device. None leaves the loss unscaled."""
+    loss: torch.Tensor | None = None
+    replay: Callable[[], None] | None = None
+
+
+class CapturedPasses(StepRunner):
+    """Records the forward and backward passes of a user's loop as CUDA graphs, and replays them."""
+
+    def __init__(self, loop: PassesLoop, graphs: Graphs, multiple: int) -> None:
+        # The loop refers to this object. A weak reference back lets the graphs be freed with the loop.
+        self._loop: PassesLoop = weakref.proxy(loop)
+        self._graphs, self._multiple = graphs, multiple
+        self._recordings: dict[Hashable, PassGraph] = {}
+        self._trained: dict[Hashable, list[torch.nn.Parameter]] = {}
+        """Weights that got a gradient in the first pass of each layout. All others keep none."""
+        self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._addresses: Hashable = None
+        self._most = longest_sequence(loop.job)
+
+    def run_passes(
+        self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[Any]
+    ) -> torch.Tensor:
+        """Add the gradients of one micro-batch to those of the step, by a replayed CUDA graph from the
+        layout's second occurrence on. Return its loss times its weight.
+        """
+        [piece], [weight] = fill_up(pieces, self._multiple, self._most), weights
+        self._drop_if_moved()
+        key = (layout_of(piece), weight is None)
+        if key in self._trained and key not in self._recordings and self._has_free_memory():
+            self._record(key, built, piece, weight)
+        recording = self._recordings.get(key)
+        if recording is None:
+            # The first pass also uses the graphs' memory pool; otherwise its memory would be needed twice.
+            with self._graphs.own_memory(), masks_by_shape(packed=is_packed([piece])):
+                loss = self._loop.run_passes(built, [piece], [weight])
+            self._trained[key] = [one for one in self._loop.parameters() if one.grad is not None]
+            return loss
+        self._place_gradients(key)
+        self._loop.begin_replay()
+        recording.batch = self._graphs.refill(recording.batch, piece, self._loop.device)
+        if recording.share is not None:
+            recording.share.fill_(weight)
+        assert recording.replay is not None
+        recording.replay()
+        assert recording.loss is not None
+        return recording.loss
+
+    def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
+        """Do nothing, as the user's loop clips and updates."""
+
+    def _has_free_memory(self) -> bool:
+        return not self.why_not and len(self._recordings) < MOST_LAYOUTS
+
+    def _drop_if_moved(self) -> None:
+        """Drop all CUDA graphs if a weight has moved in memory, or has begun or ceased to be trained."""
+        addresses = tuple((one.data_ptr(), one.requires_grad) for one in self._loop.parameters())
+        if self._addresses != addresses:
+            self._addresses = addresses
+            for table in (self._recordings, self._trained, self._gradients):
+                table.clear()
+
+    def _place_gradients(self, key: Hashable) -> None:
+        """Let the weights have their gradients at the addresses to which a graph adds."""
+        import torch
+
+        empty = []
+        for weight in self._trained[key]:
+            gradient = self._gradients.get(weight)
+            if gradient is None:
+                gradient = self._gradients[weight] = torch.empty_like(weight)
+            if weight.grad is None:
+                empty.append(gradient)
+            elif weight.grad is not gradient:  # the gradient of a micro-batch that was not replayed
+                gradient.copy_(weight.grad)
+            weight.grad = gradient
+        if empty:
+            torch._foreach_zero_(empty)
+
+    def _record(self, key: Hashable, built: Any, piece: Mapping[str, Any], weight: Any) -> None:
+        """Record the passes for one layout. If they cannot be recorded, all later ones run without graphs."""
+        import torch
+
+        from snugfit.features.engine.replay.recomputed import generators_left_alone
+
+        self._place_gradients(key)
+        device = self._loop.device
+        share = None if weight is None else torch.ones((), device=device)
+
+        def own_copy(_: str, value: Any) -> Any:
+            # The loop's batch may be on the device already, and is freed after its step.
+            return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+        recording = PassGraph(map_leaves(piece, own_copy), share)
+
+        wish = self._loop.setup.checkpoint
+        is_kept = wish is not None and wish.keep_drawn
+
+        def work() -> None:
+            with masks_by_shape(packed=is_packed([piece])), generators_left_alone(attention_is_kept=is_kept):
+                recording.loss = self._loop.run_passes(built, [recording.batch], [share])
+
+        try:
+            recording.replay = self._graphs.record(work)
+        except NotRecorded as fault:
+            self.why_not = str(fault)
+            self._recordings.clear()
+        else:
+            self._recordings[key] = recording
