@@ -202,11 +202,12 @@ def test_an_empty_cache_begins_with_the_exported_shapes() -> None:
 
     cache = DynamicCache()
     shapes = [[[2, 1, 5, 16], [2, 1, 5, 8]]] * 2
-    session.begin_cache(cache, shapes, 3, torch.device("cpu"))
+    session.begin_cache(cache, shapes, 3, torch.device("cpu"), torch.bfloat16)
+    assert cache.layers[1].values.dtype == torch.bfloat16
     assert [tuple(one.keys.shape) for one in cache.layers] == [(3, 1, 0, 16)] * 2
     assert [tuple(one.values.shape) for one in cache.layers] == [(3, 1, 0, 8)] * 2
     cache.update(torch.ones(3, 1, 4, 16), torch.ones(3, 1, 4, 8), 0)
-    session.begin_cache(cache, shapes, 3, torch.device("cpu"))
+    session.begin_cache(cache, shapes, 3, torch.device("cpu"), torch.bfloat16)
     assert cache.get_seq_length() == 4
 
 
