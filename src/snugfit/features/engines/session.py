@@ -46,6 +46,8 @@ def exported_model(engine: str, loop: Any) -> Any:
             "export_peak_bytes": facts["peak_bytes"],
             "file_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         }
+        _check_file(engine, folder)
+        # Later imports of the engine's packages would count as memory of the session.
         watch_session(loop)
         begin = time.monotonic()
         exported = _load(engine, folder, loop, arguments)
@@ -108,16 +110,25 @@ def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
     return {"providers": [(CUDA_PROVIDER, cuda), "CPUExecutionProvider"], "session_options": options}
 
 
+def _check_file(engine: str, folder: Path) -> None:
+    """Import the packages that load an exported model. Check an ONNX file."""
+    from transformers.exporters.auto import get_runner_class
+
+    from snugfit.features.engines.export import FORMATS
+
+    get_runner_class(FORMATS[engine])
+    if engine == "onnxruntime":
+        import onnx
+
+        onnx.checker.check_model(str(folder / "model.onnx"))
+
+
 def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
     """Return transformers' `ExportedModel` in a folder. Raises `UsageError` for a file that the engine cannot
     load.
     """
     from transformers.exporters import ExportedModel
 
-    if engine == "onnxruntime":
-        import onnx
-
-        onnx.checker.check_model(str(folder / "model.onnx"))
     try:
         exported = ExportedModel.from_pretrained(folder, **arguments)
     # ONNX Runtime has no common error class, and no kernels for some dtypes.
