@@ -33,7 +33,7 @@ def exported_model(engine: str, loop: Any) -> Any:
     from snugfit.features.engines.export import export
     from snugfit.features.engines.session_memory import watch_session
 
-    arguments, model = runner_arguments(engine, loop), _skeleton(loop)
+    arguments, model = runner_arguments(engine, loop), skeleton(loop)
     if loop.job.added_phase is not None:
         _refuse_other_caches(engine, model)
     # The libraries have mapped the exported files into memory, so their names may be removed.
@@ -46,11 +46,11 @@ def exported_model(engine: str, loop: Any) -> Any:
             "export_peak_bytes": facts["peak_bytes"],
             "file_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         }
-        _check_file(engine, folder)
+        check_file(engine, folder)
         # Later imports of the engine's packages would count as memory of the session.
-        watch_session(loop)
+        watch_session(engine, loop)
         begin = time.monotonic()
-        exported = _load(engine, folder, loop, arguments)
+        exported = load(engine, folder, loop, arguments)
         loop.results["load_seconds"] = time.monotonic() - begin
     return with_forward(model, exported, loop.device, facts.get("cache"))
 
@@ -110,7 +110,7 @@ def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
     return {"providers": [(CUDA_PROVIDER, cuda), "CPUExecutionProvider"], "session_options": options}
 
 
-def _check_file(engine: str, folder: Path) -> None:
+def check_file(engine: str, folder: Path) -> None:
     """Import the packages that load an exported model. Check an ONNX file."""
     from transformers.exporters.auto import get_runner_class
 
@@ -123,7 +123,7 @@ def _check_file(engine: str, folder: Path) -> None:
         onnx.checker.check_model(str(folder / "model.onnx"))
 
 
-def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
+def load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
     """Return transformers' `ExportedModel` in a folder. Raises `UsageError` for a file that the engine cannot
     load.
     """
@@ -169,7 +169,7 @@ def _refuse_other_caches(engine: str, model: Any) -> None:
         )
 
 
-def _skeleton(loop: Any) -> Any:
+def skeleton(loop: Any) -> Any:
     """Return the model of a step (an evaluation or generation) on `meta`."""
     import torch
 
