@@ -36,8 +36,10 @@ EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
 def check_headers(folder: Path) -> None:
-    """Raise `ModelError` for a file of safetensors in a folder that no engine could load: a header that is
-    cut or not JSON, or tensors that do not fill the file. A path that is no folder has no such files.
+    """Raise `ModelError` for a file of safetensors in a folder that no engine could load.
+
+    Its header is cut or not JSON, or its tensors do not fill the file. A path that is no folder has no such
+    files.
     """
     from safetensors import SafetensorError, safe_open
 

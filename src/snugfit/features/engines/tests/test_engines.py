@@ -136,7 +136,7 @@ def test_a_gpu_needs_a_library_with_cuda() -> None:
 
 
 class _CudaLibrary:
-    """Stand-in for onnxruntime-gpu without the libraries of its CUDA version."""
+    """Module like onnxruntime-gpu without the libraries of its CUDA version."""
 
     __version__ = "1.31.1"
 
