@@ -5,8 +5,10 @@
 
 A process exports a model, and another one loads the file and runs `CALLS` calls. A row has the growth of its
 resident memory from before the load to the peak. Rows are added to those that the file has already, which
-keep their place. `--fit` measures nothing: it predicts the rows again, and prints the constants of
-`session_memory.py` that fit the rows of `FITTED` best, and the errors of all rows.
+keep their place.
+
+`--fit` measures nothing, and predicts the rows again. It prints the constants of `session_memory.py` that fit
+the rows of `FITTED` best. The errors of all rows follow.
 """
 
 from __future__ import annotations
