@@ -89,7 +89,7 @@ def write_export(form: str, job: Job, step: Any, folder: Path) -> dict[str, Any]
     import torch
     from transformers.exporters.auto import EXPORT_BACKENDS, get_exporter_class
 
-    from snugfit.step.batches import map_leaves
+    from snugfit.job.batch_layout import map_leaves
 
     options = {"stateful": False} if form == "openvino" else {}
     facts: dict[str, Any] = {}
