@@ -154,22 +154,22 @@ class GenerateStep(PlainStep):
         """
         import torch
 
-        found = dict(super().differences(own, plain))
-        if found["ids_equal"] or own.ids.shape != plain.ids.shape:
-            return found
+        results = dict(super().differences(own, plain))
+        if results["ids_equal"] or own.ids.shape != plain.ids.shape:
+            return results
         count = len(own.values)
         differ = (own.ids != plain.ids)[:, -count:].cumsum(1) > 0
-        found["first_different_token"] = int(differ.any(0).int().argmax()) + 1
+        results["first_different_token"] = int(differ.any(0).int().argmax()) + 1
         if own.values.shape[1] == len(own.ids):
             has_other_inputs = torch.nn.functional.pad(differ[:, :-1], (1, 0)).T
             errors = (own.values - plain.values).abs().amax(-1)
-            found["largest_error"] = float(errors[~has_other_inputs].max())
+            results["largest_error"] = float(errors[~has_other_inputs].max())
         if (dtype := self.setup.product_dtype(self.job)) != "float32":
-            found["note"] = (
+            results["note"] = (
                 f"{dtype} rounds logits, so the token with the largest one can change. Equal ids are "
                 "expected in fp32 only."
             )
-        return found
+        return results
 
     def generation_config(self) -> Any:
         """Return the `GenerationConfig` of each call."""

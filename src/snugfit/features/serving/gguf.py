@@ -129,10 +129,10 @@ class _HeaderReader:
             if key in metadata:
                 raise _fault(self._name, f"the key {key[:80]!r} occurs twice")
             metadata[key] = self._value(self._number("<I"))
-        found = self._tensors(tensors)
-        needed = self._position + sum(tensor.size for tensor in found)
+        table = self._tensors(tensors)
+        needed = self._position + sum(tensor.size for tensor in table)
         missing = needed - os.fstat(self._file.fileno()).st_size
-        return GgufHeader(self._name, metadata, found, max(0, missing))
+        return GgufHeader(self._name, metadata, table, max(0, missing))
 
     def _tensors(self, count: int) -> tuple[GgufTensor, ...]:
         tensors: dict[str, GgufTensor] = {}
