@@ -95,8 +95,10 @@ def _calls(measurement: Measurement) -> Iterator[tuple[str, str]]:
         wall, cpu = calls.pop(f"{name}_seconds"), calls.pop(f"{name}_cpu_seconds", None)
         yield label, show_seconds(wall) + (f", {show_seconds(cpu)} of CPU" if cpu is not None else "")
     if "largest_error" in calls:
-        equal = "equal" if calls.pop("ids_equal") else "different"
-        yield "error", f"at most {calls.pop('largest_error'):.2g} from the plain model in fp32, ids {equal}"
+        equal = ("different", "equal")[calls.pop("ids_equal")]
+        where = f" from new token {token} on" if (token := calls.pop("first_different_token", None)) else ""
+        error = f"at most {calls.pop('largest_error'):.2g} from the plain model in fp32"
+        yield "error", f"{error}, ids {equal}{where}"
     elif "not_compared" in calls:
         yield "error", f"not compared: {calls.pop('not_compared')}"
     for name, value in calls.items():

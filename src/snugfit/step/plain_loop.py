@@ -287,6 +287,15 @@ class PlainStep(OptimizerLoop):
             largest = largest[mask.bool()]
         return Outputs(largest, largest.argmax(-1))
 
+    def differences(self, own: Outputs, plain: Outputs) -> Mapping[str, Any]:
+        """Return the differences of this step's outputs from those of the plain model, by the name of the
+        result. Values of both have the same shape.
+        """
+        return {
+            "largest_error": float((own.values - plain.values).abs().max()),
+            "ids_equal": own.ids.shape == plain.ids.shape and bool((own.ids == plain.ids).all()),
+        }
+
     def _evaluate(self, steps: int, observer: Observer) -> list[float]:
         import torch
 

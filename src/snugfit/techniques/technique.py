@@ -330,13 +330,20 @@ class Technique(ABC):
         for text in cls.needs:
             requirement = Requirement(text)
             cure = f'Try: pip install "snugfit[{cls.extra}]"'
-            installed = version_of(requirement.name)
+            installed = cls.installed_version(requirement.name)
             if installed is None:
                 return f"{cls.name} needs {text}, which is not installed. {cure}"
             # Nightly builds of a library are accepted too.
             if not requirement.specifier.contains(installed, prereleases=True):
                 return f"{cls.name} needs {text}, but {installed} is installed. {cure}"
         return None
+
+    @classmethod
+    def installed_version(cls, package: str) -> str | None:
+        """Return the installed version of a package of `needs`, or None. A technique with another package of
+        the same code overrides it.
+        """
+        return version_of(package)
 
     @classmethod
     def summary(cls) -> str:

@@ -89,9 +89,18 @@ def write_export(form: str, job: Job, step: Any, folder: Path) -> dict[str, Any]
     import torch
     from transformers.exporters.auto import EXPORT_BACKENDS, get_exporter_class
 
+    from snugfit.job.batch_layout import map_leaves
+
     options = {"stateful": False} if form == "openvino" else {}
     facts: dict[str, Any] = {}
-    model, inputs = step.model, step.first_batch()
+    # Weights are drawn on the measured device. Exported from there, the file would have its device in it.
+    cpu = torch.device("cpu")
+    model, inputs = (
+        step.model.to(cpu),
+        map_leaves(
+            step.first_batch(), lambda _, value: value.to(cpu) if isinstance(value, torch.Tensor) else value
+        ),
+    )
     if job.added_phase is not None:
         from transformers.exporters.utils import decompose_for_generation
 

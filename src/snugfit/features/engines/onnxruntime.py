@@ -8,6 +8,9 @@ An exported model has no loss. It returns the same outputs otherwise. For text g
 dynamic number of tokens runs the prompt and each new token, and transformers' `generate` calls it. Its
 key-value cache is an input and an output of each call.
 
+On a GPU, the package onnxruntime-gpu replaces onnxruntime. The keys and values stay on the device between
+calls, and products in fp32 do not use TF32.
+
 torch does not allocate the session's memory, so it is not predicted. `snugfit measure` measures it.
 """
 
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snugfit.features.engines.evaluation_technique import EXPORTED_MODELS, ExportTechnique
+from snugfit.versions import version_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +32,9 @@ class OnnxRuntime(ExportTechnique):
     extra: ClassVar = "onnx"
     source: ClassVar = "onnxruntime.InferenceSession; transformers.exporters.OnnxExporter"
     elsewhere: ClassVar = ("onnx", "ort", "onnxrt")
+
+    @classmethod
+    def installed_version(cls, package: str) -> str | None:
+        """Return the installed version of a package, or None. onnxruntime-gpu replaces onnxruntime."""
+        installed = super().installed_version(package)
+        return installed or (version_of("onnxruntime-gpu") if package == "onnxruntime" else None)

@@ -7,6 +7,7 @@ transformers' `generate` works with it, and only the engine holds weights in mem
 from __future__ import annotations
 
 import functools
+import importlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import UsageError, one_line
-from snugfit.versions import version_of
+from snugfit.versions import torch_cuda
 
 if TYPE_CHECKING:
     import torch
+
+
+CUDA_PROVIDER = "CUDAExecutionProvider"
+"""ONNX Runtime's name of its kernels for NVIDIA's GPUs."""
 
 
 def exported_model(engine: str, loop: Any) -> Any:
@@ -26,8 +31,9 @@ def exported_model(engine: str, loop: Any) -> Any:
     Time and memory of the export are added to the measurement of the step.
     """
     from snugfit.features.engines.export import export
+    from snugfit.features.engines.session_memory import watch_session
 
-    arguments, model = runner_arguments(engine, loop), _skeleton(loop)
+    arguments, model = runner_arguments(engine, loop), skeleton(loop)
     if loop.job.added_phase is not None:
         _refuse_other_caches(engine, model)
     # The libraries have mapped the exported files into memory, so their names may be removed.
@@ -35,13 +41,16 @@ def exported_model(engine: str, loop: Any) -> Any:
         folder = Path(name)
         facts = export(engine, loop, folder)
         loop.results |= {
-            "engine": f"{engine} {version_of(engine) or ''}".strip(),
+            "engine": f"{engine} {version_of_engine(engine)}",
             "export_seconds": facts["seconds"],
             "export_peak_bytes": facts["peak_bytes"],
             "file_bytes": sum(path.stat().st_size for path in folder.iterdir()),
         }
+        check_file(engine, folder)
+        # Later imports of the engine's packages would count as memory of the session.
+        watch_session(engine, loop)
         begin = time.monotonic()
-        exported = _load(engine, folder, loop, arguments)
+        exported = load(engine, folder, loop, arguments)
         loop.results["load_seconds"] = time.monotonic() - begin
     return with_forward(model, exported, loop.device, facts.get("cache"))
 
@@ -81,36 +90,67 @@ def runner_arguments(engine: str, loop: Any) -> dict[str, Any]:
         # A loaded file has lost the precision hint of its export. Without it, a CPU with bf16 instructions
         # computes in bf16.
         precision = {"float32": {"INFERENCE_PRECISION_HINT": "f32"}}.get(dtype, {})
-        return {"config": {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **precision}}
+        return {
+            "device": loop.device,
+            "config": {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **precision},
+        }
     import onnxruntime
 
-    if loop.device.type == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        raise UsageError(
-            "The installed onnxruntime has no CUDA. Add --device cpu, or install onnxruntime-gpu instead."
-        )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return {"session_options": options}
+    if loop.device.type != "cuda":
+        return {"device": loop.device, "session_options": options}
+    if CUDA_PROVIDER not in onnxruntime.get_available_providers():
+        raise UsageError(
+            "The installed onnxruntime has no CUDA. Add --device cpu, or install onnxruntime-gpu instead."
+        )
+    # Its default computes products in TF32, whose error is about 1e-3.
+    cuda = {"device_id": loop.device.index or 0, "use_tf32": "0"}
+    return {"providers": [(CUDA_PROVIDER, cuda), "CPUExecutionProvider"], "session_options": options}
 
 
-def _load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
+def check_file(engine: str, folder: Path) -> None:
+    """Import the packages that load an exported model. Check an ONNX file."""
+    from transformers.exporters.auto import get_runner_class
+
+    from snugfit.features.engines.export import FORMATS
+
+    get_runner_class(FORMATS[engine])
+    if engine == "onnxruntime":
+        import onnx
+
+        onnx.checker.check_model(str(folder / "model.onnx"))
+
+
+def load(engine: str, folder: Path, loop: Any, arguments: Mapping[str, Any]) -> Any:
     """Return transformers' `ExportedModel` in a folder. Raises `UsageError` for a file that the engine cannot
     load.
     """
     from transformers.exporters import ExportedModel
 
-    if engine == "onnxruntime":
-        import onnx
-
-        onnx.checker.check_model(str(folder / "model.onnx"))
     try:
-        return ExportedModel.from_pretrained(folder, device=loop.device, **arguments)
+        exported = ExportedModel.from_pretrained(folder, **arguments)
     # ONNX Runtime has no common error class, and no kernels for some dtypes.
     except Exception as error:
         raise UsageError(
             f"{engine} cannot load the exported model: {one_line(error, 300)}. Try --dtype float32."
         ) from None
+    if exported.device.type != loop.device.type:
+        # ONNX Runtime prints why it cannot load its library for CUDA, and then runs on the CPU.
+        raise UsageError(
+            f"{engine} {version_of_engine(engine)} found no libraries of its CUDA version, and would run on "
+            f"the CPU. torch has CUDA {torch_cuda()}. Install onnxruntime-gpu for it, or add --device cpu."
+        )
+    return exported
+
+
+def version_of_engine(engine: str) -> str:
+    """Return the version of the imported library `onnxruntime` or `openvino`.
+
+    Packages of other names have the same library, such as onnxruntime-gpu.
+    """
+    return str(importlib.import_module(engine).__version__)
 
 
 def _refuse_other_caches(engine: str, model: Any) -> None:
@@ -129,7 +169,7 @@ def _refuse_other_caches(engine: str, model: Any) -> None:
         )
 
 
-def _skeleton(loop: Any) -> Any:
+def skeleton(loop: Any) -> Any:
     """Return the model of a step (an evaluation or generation) on `meta`."""
     import torch
 
@@ -150,7 +190,7 @@ def with_forward(model: Any, exported: Any, device: torch.device, cache: Sequenc
     @functools.wraps(forward)
     def run(**inputs: Any) -> Any:
         if cache is not None:
-            begin_cache(inputs["past_key_values"], cache, len(inputs["input_ids"]), device)
+            begin_cache(inputs["past_key_values"], cache, len(inputs["input_ids"]), device, exported.dtype)
         return exported(**{name: value for name, value in inputs.items() if name in traced})
 
     # `generate` creates tensors on the device of the model's weights, which have no data here.
@@ -160,7 +200,9 @@ def with_forward(model: Any, exported: Any, device: torch.device, cache: Sequenc
     return model
 
 
-def begin_cache(cache: Any, shapes: Sequence[Any], rows: int, device: torch.device) -> None:
+def begin_cache(
+    cache: Any, shapes: Sequence[Any], rows: int, device: torch.device, dtype: torch.dtype
+) -> None:
     """Fill an empty cache object with keys and values of zero tokens, which are inputs of the exported
     graph.
     """
@@ -169,5 +211,7 @@ def begin_cache(cache: Any, shapes: Sequence[Any], rows: int, device: torch.devi
     if cache.get_seq_length():
         return
     for layer, pair in enumerate(shapes):
-        keys, values = (torch.empty(rows, heads, 0, size, device=device) for _, heads, _, size in pair)
+        keys, values = (
+            torch.empty(rows, heads, 0, size, device=device, dtype=dtype) for _, heads, _, size in pair
+        )
         cache.update(keys, values, layer)

@@ -109,7 +109,7 @@ class GenerationSettings:
         if limit and length > limit[1]:
             raise JobError(
                 f"{name}: {subject} need {length} positions, and the model has {limit[1]} (from {limit[0]}). "
-                f"Try {max(1, self.new_tokens - length + limit[1])} new tokens or a shorter prompt."
+                f"Try --new-tokens {max(1, self.new_tokens - length + limit[1])}, or a shorter prompt."
             )
         if self.cache == "quantized" and (lack := _lack_of_quantized(job)):
             raise JobError(

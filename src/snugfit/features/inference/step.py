@@ -146,6 +146,31 @@ class GenerateStep(PlainStep):
             )
         return Outputs(torch.stack(out.logits), out.sequences)
 
+    def differences(self, own: Outputs, plain: Outputs) -> Mapping[str, Any]:
+        """Return the differences of this step's logits and tokens from those of the plain model.
+
+        Behind the first different token, two sequences have other inputs. So the largest error is that of the
+        logits up to there. In a beam search, where rows of logits change places, it is that of all logits.
+        """
+        import torch
+
+        results = dict(super().differences(own, plain))
+        if results["ids_equal"] or own.ids.shape != plain.ids.shape:
+            return results
+        count = len(own.values)
+        differ = (own.ids != plain.ids)[:, -count:].cumsum(1) > 0
+        results["first_different_token"] = int(differ.any(0).int().argmax()) + 1
+        if own.values.shape[1] == len(own.ids):
+            has_other_inputs = torch.nn.functional.pad(differ[:, :-1], (1, 0)).T
+            errors = (own.values - plain.values).abs().amax(-1)
+            results["largest_error"] = float(errors[~has_other_inputs].max())
+        if (dtype := self.setup.product_dtype(self.job)) != "float32":
+            results["note"] = (
+                f"{dtype} rounds logits, so the token with the largest one can change. Equal ids are "
+                "expected in fp32 only."
+            )
+        return results
+
     def generation_config(self) -> Any:
         """Return the `GenerationConfig` of each call."""
         return GenerationSettings.of(self.job, self.setup).config()

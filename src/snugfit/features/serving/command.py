@@ -264,6 +264,9 @@ def _find(name: str, *, online: bool) -> Model | GgufHeader:
         from snugfit.features.serving.gguf import read_gguf
 
         return read_gguf(Path(name).expanduser())
+    from snugfit.features.serving.weights import check_headers
     from snugfit.job.model import Model
 
-    return Model.find(name, online=online, tell=lambda sentence: typer.echo(sentence, err=True))
+    model = Model.find(name, online=online, tell=lambda sentence: typer.echo(sentence, err=True))
+    check_headers(Path(name).expanduser())
+    return model

@@ -7,6 +7,7 @@ types are checked before they are used, and each fault raises a `ModelError`.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,9 @@ class GgufHeader:
 
     tensors: tuple[GgufTensor, ...]
 
+    missing_bytes: int = 0
+    """Bytes of the tensors that the file does not have, as after a download that was cut."""
+
     @property
     def architecture(self) -> str:
         """The model architecture in the metadata, such as `llama`. Raises `ModelError` if it is missing."""
@@ -125,7 +129,10 @@ class _HeaderReader:
             if key in metadata:
                 raise _fault(self._name, f"the key {key[:80]!r} occurs twice")
             metadata[key] = self._value(self._number("<I"))
-        return GgufHeader(self._name, metadata, self._tensors(tensors))
+        table = self._tensors(tensors)
+        needed = self._position + sum(tensor.size for tensor in table)
+        missing = needed - os.fstat(self._file.fileno()).st_size
+        return GgufHeader(self._name, metadata, table, max(0, missing))
 
     def _tensors(self, count: int) -> tuple[GgufTensor, ...]:
         tensors: dict[str, GgufTensor] = {}

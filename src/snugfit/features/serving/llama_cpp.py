@@ -15,7 +15,7 @@ their buffer is smaller.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from snugfit.errors import ModelError, UsageError
@@ -108,8 +108,18 @@ def predict_llama_cpp(request: ServingRequest) -> ServingAnswer:
         doubts=(
             "Only the graph's buffer was compared with published logs of llama.cpp. Compare with yours.",
             "Builds of June 2026 and later have a smaller buffer.",
+            *_cut_file(request.model),
         ),
     )  # fmt: skip
+
+
+def _cut_file(model: object) -> Iterator[str]:
+    """Yield a warning about a GGUF file without all of its tensors."""
+    if isinstance(model, GgufHeader) and model.missing_bytes:
+        yield (
+            f"{model.name} ends {show_bytes(model.missing_bytes)} before the end of its tensors. llama.cpp "
+            "loads whole files only: download it again."
+        )
 
 
 def _refuse_options(request: ServingRequest) -> None:

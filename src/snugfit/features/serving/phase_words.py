@@ -27,6 +27,11 @@ def as_serve(words: Sequence[str]) -> Sequence[str]:
     command, *rest = words
     if command == "serve":
         return [command, *_without_phase(rest)]
+    if command.startswith("-"):
+        raise UsageError(
+            "--phase serve comes after a command. Try snugfit serve MODEL --engine vllm --gpu NAME, or "
+            "--all-gpus to compare GPUs."
+        )
     if command not in COMMANDS:
         raise UsageError(
             f"--phase serve is not a phase of snugfit {command}. Allowed are {', '.join(COMMANDS)}. Try "

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from snugfit.errors import ModelError, one_line
 from snugfit.features.serving.architecture import build_without_data
 from snugfit.features.serving.quantization import LinearLayout, read_layout
 from snugfit.job.model import Model
@@ -31,6 +33,25 @@ KEYS = re.compile(r"(^|\.)(k_proj|v_proj)(\.|$)")
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 """Names of modules that hold the weights of experts."""
+
+
+def check_headers(folder: Path) -> None:
+    """Raise `ModelError` for a file of safetensors in a folder that no engine could load.
+
+    Its header is cut or not JSON, or its tensors do not fill the file. A path that is no folder has no such
+    files.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{file}: not a usable safetensors file: {one_line(error, 200)}. Download the file again, "
+                "with git lfs pull if git has left a pointer."
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from snugfit.cli.main import run
 from snugfit.errors import RecipeError, UsageError
-from snugfit.features.engines import export, session
+from snugfit.features.engines import export, session, session_memory
+from snugfit.features.engines import onnxruntime as onnxruntime_room
 from snugfit.features.engines.fast_layers import use_fast_layers
 from snugfit.job.job import Job
 from snugfit.job.model import Model
@@ -133,6 +135,33 @@ def test_a_gpu_needs_a_library_with_cuda() -> None:
             session.runner_arguments(engine, step)
 
 
+class _CudaLibrary:
+    """Module like onnxruntime-gpu without the libraries of its CUDA version."""
+
+    __version__ = "1.31.1"
+
+
+def test_a_session_that_fell_back_to_the_cpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exporters = pytest.importorskip("transformers.exporters", reason="transformers is older than 5.23")
+    step = open_step(small_job("bert"), Recipe.parse("onnxruntime").setup(), "plain", torch.device("cuda"))
+    on_cpu = type("Exported", (), {"device": torch.device("cpu")})
+    monkeypatch.setattr(exporters.ExportedModel, "from_pretrained", lambda *_, **__: on_cpu)
+    monkeypatch.setitem(sys.modules, "onnxruntime", _CudaLibrary)
+    with pytest.raises(UsageError, match=r"onnxruntime 1\.31\.1 found no libraries of its CUDA version"):
+        session.load("onnxruntime", tmp_path, step, {})
+
+
+def test_the_package_for_cuda_counts_as_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"onnxruntime-gpu": "1.31.1"}
+    monkeypatch.setattr(technique_room, "version_of", installed.get)
+    monkeypatch.setattr(onnxruntime_room, "version_of", installed.get)
+    kind = type(Recipe.parse("onnxruntime")["engine"])
+    assert kind.installed_version("onnxruntime") == "1.31.1"
+    assert "onnx>=1.20" in (kind.missing_package() or "")
+
+
 # ---- the fast path -----------------------------------------------------------------------------------------
 
 
@@ -195,6 +224,8 @@ def test_an_exported_model_agrees_with_eager(
     assert found["ids_equal"] is True
     assert found["engine"].startswith(f"{engine} ")
     assert found["file_bytes"] > 0
+    assert found["session_bytes"] > 0
+    assert found["predicted_session_bytes"] > session_memory.ENGINES[engine].base
 
 
 def test_an_empty_cache_begins_with_the_exported_shapes() -> None:
@@ -202,11 +233,12 @@ def test_an_empty_cache_begins_with_the_exported_shapes() -> None:
 
     cache = DynamicCache()
     shapes = [[[2, 1, 5, 16], [2, 1, 5, 8]]] * 2
-    session.begin_cache(cache, shapes, 3, torch.device("cpu"))
+    session.begin_cache(cache, shapes, 3, torch.device("cpu"), torch.bfloat16)
+    assert cache.layers[1].values.dtype == torch.bfloat16
     assert [tuple(one.keys.shape) for one in cache.layers] == [(3, 1, 0, 16)] * 2
     assert [tuple(one.values.shape) for one in cache.layers] == [(3, 1, 0, 8)] * 2
     cache.update(torch.ones(3, 1, 4, 16), torch.ones(3, 1, 4, 8), 0)
-    session.begin_cache(cache, shapes, 3, torch.device("cpu"))
+    session.begin_cache(cache, shapes, 3, torch.device("cpu"), torch.bfloat16)
     assert cache.get_seq_length() == 4
 
 

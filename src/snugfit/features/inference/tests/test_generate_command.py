@@ -40,7 +40,10 @@ def config(tmp_path: Path) -> str:
 MISTAKES = [
     ("predict gpt2 --phase generate --new-tokens 0", "new tokens is 0; allowed are whole numbers from 1"),
     ("predict gpt2 --phase generate --beams 0", "beams is 0"),
-    ("predict gpt2 --phase generate --prompt 1000 --new-tokens 100", "Try 25 new tokens"),
+    (
+        "predict gpt2 --phase generate --prompt 1000 --new-tokens 100",
+        "Try --new-tokens 25, or a shorter prompt",
+    ),
     ("predict bert-large-uncased --task masked-lm --phase generate", "has the task masked-lm"),
     ("predict gpt2 --beams 3", "Try the phase generate"),
     ("predict gpt2 --phase generate --top-p 0.5", "Add --sample, or leave them out"),

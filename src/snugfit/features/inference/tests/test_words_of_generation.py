@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from generating_models import generating_job
 
 from made_up import measurement, prediction, timed
 from made_up_plans import planned
+from snugfit.features.inference.step import GenerateStep
 from snugfit.features.page import headlines, pictures
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
@@ -22,6 +24,8 @@ from snugfit.report.plan import gpu_plans
 from snugfit.report.plan import plan as long_plan
 from snugfit.report.plan import short as short_plan
 from snugfit.report.text.terminal import as_text
+from snugfit.step.step import Outputs
+from snugfit.techniques.recipe import Recipe
 
 OF_TRAINING = re.compile(r"\bsteps?\b|\btrain|samples", re.IGNORECASE)
 
@@ -73,3 +77,15 @@ def test_the_words_are_those_of_the_phase() -> None:
     text = " ".join(as_text(short_plan.render(evaluation), width=200).split())
     assert re.search(r"alternative [\d.]+ GiB, [\d.]+ m?s a pass", text)
     assert "A call takes about" in as_text(long_report.render(generation()), width=200)
+
+
+def test_logits_are_compared_up_to_the_first_different_token() -> None:
+    """Later logits of a row belong to other texts, and rows are independent of each other."""
+    step = GenerateStep(generating_job("llama"), Recipe.parse("bf16_pure").setup(), torch.device("cpu"))
+    plain = Outputs(torch.zeros(3, 2, 4), torch.tensor([[7, 1, 2, 3], [7, 1, 2, 3]]))
+    values = torch.zeros(3, 2, 4)
+    values[1, 0, 0], values[2, 0, 0], values[2, 1, 0] = 0.5, 9.0, 0.75
+    found = step.differences(Outputs(values, torch.tensor([[7, 1, 4, 3], [7, 1, 2, 3]])), plain)
+    assert (found["first_different_token"], found["largest_error"], found["ids_equal"]) == (2, 0.75, False)
+    assert found["note"].startswith("bfloat16 rounds logits")
+    assert step.differences(plain, plain) == {"largest_error": 0.0, "ids_equal": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,17 @@ def test_a_header_gives_metadata_and_bytes(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_file_without_all_tensors_has_a_warning(tmp_path: Path) -> None:
+    raw = content()
+    bytes_of_tensors = sum(tensor.size for tensor in header(tmp_path, raw).tensors)
+    whole = header(tmp_path, raw + bytes(bytes_of_tensors))
+    cut = header(tmp_path, raw + bytes(bytes_of_tensors - 100_000))
+    assert (whole.missing_bytes, cut.missing_bytes) == (0, 100_000)
+    warnings = [predict_serving(request_of(one)).doubts[-1] for one in (whole, cut)]
+    assert "download it again" not in warnings[0]
+    assert "ends 97.7 KiB before the end of its tensors" in warnings[1]
+
+
 def test_every_truncated_header_is_one_error(tmp_path: Path) -> None:
     whole = content()
     for length in range(0, len(whole), 7):
@@ -113,6 +125,18 @@ def test_a_file_of_another_model_is_one_error(tmp_path: Path, capsys: pytest.Cap
         assert "Traceback" not in capsys.readouterr().err
     assert run(["serve", str(tmp_path / "none.gguf"), "--engine", "llama.cpp", "--gpu", "t4"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("raw", [b"version https://git-lfs.github.com/spec/v1\n", b"\x08", bytes(40)])
+def test_weights_that_no_engine_loads_are_one_error(
+    raw: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    assert run(["serve", str(tmp_path), "--gpu", "h200"]) == 2
+    printed = capsys.readouterr().err
+    assert "model.safetensors: not a usable safetensors file" in printed
+    assert "Download the file again" in printed
 
 
 def test_the_embedding_stays_on_the_host_unless_it_is_the_head(tmp_path: Path) -> None:

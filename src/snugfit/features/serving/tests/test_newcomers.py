@@ -63,6 +63,7 @@ def test_the_phase_of_other_commands_answers_as_this_command(capsys: pytest.Capt
     ("typed", "message"),
     [
         ("plan gpt2 --phase serve", "not a phase of snugfit plan"),
+        ("--phase serve gpt2", "--phase serve comes after a command. Try snugfit serve"),
         ("gpus l4 h100 --for gpt2 --phase serve", "Name one, or leave the names out"),
         ("serve gpt2", "--gpu NAME"),
         ("serve gpt2 --gpu l4 --memory 24GiB", "is predicted for one card, or for all GPUs. Give one of"),
