@@ -56,6 +56,10 @@ COVERED = (
 )
 """Models of the technique in messages."""
 
+TILE, LONG = 8192, 32768
+"""Tokens of an MLP's tile in plans, and the least length of their sequences (chosen). Products of 8,192 rows
+fill a GPU, and a recomputed layer of shorter sequences has no wider tensors than its attention's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
@@ -145,9 +149,12 @@ class Fused(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the technique's default settings, for supported models."""
-        if not cls.planning_objection(job):
-            yield cls()
+        """Yield the technique for supported models, and with MLPs in tiles for long sequences."""
+        if cls.planning_objection(job):
+            return
+        yield cls()
+        if job.sequence_length >= LONG and job.model.module is None and _has_tiles(job):
+            yield cls(mlp_tokens=TILE)
 
     def smaller(self, job: Job) -> Sequence[Self]:
         """Return settings that need less memory. Each recomputes the product of gate and up in one more
