@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ import torch
 
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
+from snugfit.step.applier import process_environment
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
@@ -179,8 +181,10 @@ def main() -> None:
             name: getattr(given, name) for name in ("batch", "length", "warmup", "timed", "clip", "gpu")
         }
         more = [f"--{name}={value}" for name, value in numbers.items() if value not in (None, "")]
+        # Expandable segments are switched on by a variable of the process.
+        environment = process_environment(Recipe.parse(recipe).setup(), os.environ)
         done = subprocess.run([sys.executable, __file__, *options, *more], capture_output=True, text=True,
-                              check=False)  # fmt: skip
+                              check=False, env=environment)  # fmt: skip
         found = json.loads(part.read_text()) if part.exists() else {"error": done.stderr[-3000:]}
         rows.append({**found, "recipe": recipe})
         given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
