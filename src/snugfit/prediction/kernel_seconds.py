@@ -76,6 +76,14 @@ SPLIT_SUM_SECONDS = 1e-6
 QUERIES = 64
 """Number of queries in one thread block of an attention kernel."""
 
+SHORT_QUERIES, LONG = 2048, "long"
+"""Queries of a sequence up to which attention has its plain rate, and the end of the names of other rates.
+
+A longer sequence has longer loops in each thread block. Its rate approaches that of its kernel's name with
+`long`, in proportion to the tokens beyond `SHORT_QUERIES`. An H200 ran 2,048 to 131,072 tokens
+(`results/h200-2026-11-30/long-context.json`).
+"""
+
 PAGEABLE = 11e9
 """Bandwidth in bytes per second of copies to the GPU from host memory that is not page-locked.
 
@@ -221,6 +229,8 @@ class KernelClock:
         flops, start = known[family]
         # Backward has the output's gradient in front of the query.
         query = kernel.shapes[1] if backward else kernel.shapes[0]
+        longest, _ = known.get(f"{family} {LONG}", known[family])
+        flops += (longest - flops) * (1 - min(1.0, SHORT_QUERIES / query[-2]))
         # Three dimensions contain the sequences in one row, without a batch dimension.
         if len(query) == 3:
             busy = self._busy_with_several(math.prod(query[:-1]))

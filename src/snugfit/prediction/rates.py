@@ -277,7 +277,7 @@ class Rates(JsonFields):
     each also `... backward`).
 
     `efficient half` is efficient attention in 16 bits, which no H200 chooses: timed alone on one
-    (`lab/time_kernels.py`). `... with dropout` exists where that was measured.
+    (`lab/time_kernels.py`). `... with dropout` and `... long` exist where that was measured.
     """
 
     bandwidth: float

@@ -29,6 +29,12 @@ class StepRunner(ABC):
     why_not = ""
     """Reason why steps are not replayed but run by the loop's own code; empty if they are replayed."""
 
+    def updates_at_once(self, clips: bool) -> bool:
+        """Return True if the next backward pass updates the weights. `clips` is True for a step that needs
+        the norm of its gradients.
+        """
+        return self.updates_within and not clips
+
     @abstractmethod
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 class Engine(Feature):
-    """The feature that adds the techniques `bf16_master`, `adamw_compact`, `captured` and `released`."""
+    """The feature that adds the techniques `bf16_master`, `adamw_compact`, `captured`, `released` and
+    `released_late`.
+    """
 
     techniques: ClassVar[Mapping[Slot, tuple[str, ...]]] = {
         Slot.PRECISION: ("bf16_master",),
         Slot.ENGINE: ("captured",),
         Slot.OPTIMIZER: ("adamw_compact",),
-        Slot.GRADIENTS: ("released",),
+        Slot.GRADIENTS: ("released", "released_late"),
     }
 
     def handlers(self) -> Sequence[Any]:

@@ -27,11 +27,15 @@ MASTERS = Wish[str](
 """The field `masters` of a `Setup`: not empty if trained weights become bfloat16, whatever their dtype. The
 optimizer keeps the lower 16 bits of each weight and updates all 32."""
 
-RELEASE = Wish[bool](
-    "release_gradients", bool, False, parts=Call(path="snugfit.features.engine.parts:ReleasedParts")
+OWN_NORM, PREVIOUS_NORM = "own_norm", "previous_norm"
+"""Values of the field `release`: gradients are clipped by the norm of their own step, or of the step
+before."""
+
+RELEASE = Wish[str](
+    "release_gradients", str, "", parts=Call(path="snugfit.features.engine.parts:ReleasedParts")
 )
-"""The field `release` of a `Setup`: True if each weight is updated within the backward pass and its gradient
-freed."""
+"""The field `release` of a `Setup`: not empty if each weight is updated within the backward pass and its
+gradient freed."""
 
 CAPTURE = Wish[CaptureWish | None](
     "capture",

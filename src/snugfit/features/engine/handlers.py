@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import UsageError
-from snugfit.features.engine.fields import ALL, CAPTURE, FILLED, MASTERS, RELEASE
+from snugfit.features.engine.fields import ALL, CAPTURE, FILLED, MASTERS, PREVIOUS_NORM, RELEASE
 from snugfit.features.engine.replay.graphs import REHEARSED, CudaGraphs
 from snugfit.step.wishes.handler import Context, Handler
 from snugfit.techniques.feature import InstallStage
@@ -174,13 +174,13 @@ class ReleaseHandler(Handler):
         "recipe"
     )
 
-    def step_runner(self, value: bool, loop: Any, runner: StepRunner | None) -> StepRunner:
+    def step_runner(self, value: str, loop: Any, runner: StepRunner | None) -> StepRunner:
         """Return the runner whose backward passes update the weights, replayed as CUDA graphs if `runner`
         records them.
         """
         from snugfit.features.engine.updates.passes import ReleasedPasses
 
-        return ReleasedPasses(loop, runner)
+        return ReleasedPasses(loop, runner, clips_late=value == PREVIOUS_NORM)
 
 
 def _can_record(loop: Any) -> bool:

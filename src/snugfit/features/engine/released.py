@@ -17,8 +17,9 @@ backward pass therefore run twice. In the first run each gradient is freed after
 norm in 32 bits. In the second run each gradient is clipped and updates its weight. Random generators are
 reset between the runs, so that dropout draws the same masks. The norm of bfloat16 gradients has 32
 bits, where torch's has 16. Such a step takes nearly twice as long, so it is for models that do not fit
-otherwise. Statistics in buffers, such as those of batch normalisation, would count the batch twice. A model
-whose buffers change in the first run is refused.
+otherwise. `released_late` clips by the norm of the step before, without a second pass. Statistics in buffers,
+such as those of batch normalisation, would count the batch twice. A model whose buffers change in the first
+run is refused.
 
 A NaN loss still changes no weight. Without clipping, the host reads the loss after the forward pass, and the
 device waits meanwhile. With clipping, the norm reveals a non-finite gradient before the update. Without
@@ -38,7 +39,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from snugfit.features.engine.fields import CAPTURE
+from snugfit.features.engine.fields import CAPTURE, OWN_NORM
 from snugfit.features.engine.master_optimizers import COMPACT_ADAMW, MASTER_ADAMW, keeps_masters
 from snugfit.techniques import roster
 from snugfit.techniques.setup import Setup
@@ -70,11 +71,11 @@ class Released(Technique):
         "Lv et al., arXiv 2306.09782 (LOMO), whose norm takes a second backward pass too; torch's tutorial "
         "on the optimizer step in the backward pass, torch.Tensor.register_post_accumulate_grad_hook"
     )
-    elsewhere: ClassVar = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
+    elsewhere: ClassVar[tuple[str, ...]] = ("optimizer_in_bwd", "optimizer_in_backward", "gradient_release")
 
     def install(self, setup: Setup) -> Setup:
         """Set the field of the Setup that updates each weight as soon as its gradient exists."""
-        return setup.with_fields(release_gradients=True)
+        return setup.with_fields(release_gradients=OWN_NORM)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield reasons to refuse a recipe: gradients are incomplete within the backward pass, or other

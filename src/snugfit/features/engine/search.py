@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from snugfit.features.engine.fields import RELEASE
+from snugfit.features.engine.fields import OWN_NORM, RELEASE
 from snugfit.planning.search.grades import add_candidate, evaluate_recipe
 from snugfit.planning.search.simpler import AS_FAST
 from snugfit.techniques import roster
@@ -42,7 +42,7 @@ def find_released(state: SearchState, pool: WorkerPool, job: Job, tell: Tell, *,
     """
     kinds = (kind for kind in roster.techniques() if kind.slot is Slot.GRADIENTS)
     offered = (one for kind in kinds for one in kind.settings(job))
-    technique = next((one for one in offered if RELEASE.of(one.alone)), None)
+    technique = next((one for one in offered if RELEASE.of(one.alone) == OWN_NORM), None)
     # If the user named a technique of this slot, the search contains it already.
     if technique is None or not job.trains or technique.slot in state.space.fixed.slots:
         return ""

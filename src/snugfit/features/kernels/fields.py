@@ -16,6 +16,8 @@ class FusedWish:
     """Number of gated MLPs, from the first layer on, whose product of gate and up is recomputed in the
     backward pass.
     """
+    mlp_tokens: int | None = None
+    """Number of tokens for which a gated MLP is computed at a time; None computes all at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

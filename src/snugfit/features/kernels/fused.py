@@ -56,6 +56,10 @@ COVERED = (
 )
 """Models of the technique in messages."""
 
+TILE, LONG = 8192, 32768
+"""Tokens of an MLP's tile in plans, and the least length of their sequences (chosen). Products of 8,192 rows
+fill a GPU, and a recomputed layer of shorter sequences has no wider tensors than its attention's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fused(Technique):
@@ -77,6 +81,10 @@ class Fused(Technique):
     """Number of decoder layers, from the first, whose product of gate and up is recomputed in the backward
     pass."""
 
+    mlp_tokens: int | None = between(16, 1 << 20, default=None)
+    """Number of tokens for which a gated MLP is computed at a time, for long sequences. Its products are
+    computed again in the backward pass. By default all tokens are computed at once."""
+
     @property
     def within_modules(self) -> bool:
         """Return True: each layer reads only its own weights."""
@@ -84,7 +92,8 @@ class Fused(Technique):
 
     def install(self, setup: Setup) -> Setup:
         """Return the setup with snugfit's kernels in place of the code of the model's modules."""
-        return setup.with_fields(fused_kernels=FusedWish(recomputed_mlps=self.recomputed_mlps))
+        wish = FusedWish(recomputed_mlps=self.recomputed_mlps, mlp_tokens=self.mlp_tokens)
+        return setup.with_fields(fused_kernels=wish)
 
     def is_searched(self) -> bool:
         """Return True if all layers are alike, so that a simulation of a few layers suffices."""
@@ -98,6 +107,8 @@ class Fused(Technique):
             yield f"{reason} Try 'torch_kernels'."
         elif self.recomputed_mlps and not _is_gated(job):
             yield f"no gated MLP is in {job.model.name}. Try 'fused', or 'first_layers'."
+        if self.mlp_tokens:
+            yield from self._objections_to_tiles(job, recipe)
         if not job.trains:
             yield "its kernels are those of training. Try 'torch_kernels'."
         if recipe[Slot.ENGINE].alone.lowering is not None:
@@ -107,6 +118,21 @@ class Fused(Technique):
             )
         if recipe[Slot.ATTENTION].value not in ("sdpa", PADDING_FREE):
             yield f"it needs torch's attention, and {recipe[Slot.ATTENTION]} is another. Take 'sdpa'."
+
+    def _objections_to_tiles(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the reasons against MLPs in tiles: no such MLP, kept products, or adapters with dropout."""
+        checkpoint = recipe[Slot.CHECKPOINTING].value
+        if not _has_tiles(job):
+            yield f"no MLP of {job.model.name} is computed in tiles. Try 'fused'."
+        if self.recomputed_mlps:
+            yield "mlp_tokens recomputes the product of gate and up in all layers. Leave recomputed_mlps out."
+        if checkpoint is not None and checkpoint.keep not in ("", "attention"):
+            yield f"{recipe[Slot.CHECKPOINTING]} keeps the products of all tiles. Try 'selective(attention)'."
+        if job.model.module is None and getattr(recipe[Slot.ADAPTERS], "dropout", None):
+            yield (
+                f"{recipe[Slot.ADAPTERS]} drops elements of an MLP's input, whose masks are drawn for all "
+                "tokens at once. Try dropout=0.0, or 'fused'."
+            )
 
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning if the model has fewer layers than the setting recomputes."""
@@ -123,9 +149,12 @@ class Fused(Technique):
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
-        """Yield the technique's default settings, for supported models."""
-        if not cls.planning_objection(job):
-            yield cls()
+        """Yield the technique for supported models, and with MLPs in tiles for long sequences."""
+        if cls.planning_objection(job):
+            return
+        yield cls()
+        if job.sequence_length >= LONG and job.model.module is None and _has_tiles(job):
+            yield cls(mlp_tokens=TILE)
 
     def smaller(self, job: Job) -> Sequence[Self]:
         """Return settings that need less memory. Each recomputes the product of gate and up in one more
@@ -166,6 +195,13 @@ def _own_code(job: Job, adapters: Technique) -> str:
         return "weights of 8 bits"
     has_dora, drops = getattr(adapters, "dora", False), getattr(adapters, "dropout", 0.0)
     return "DoRA with dropout" if has_dora and drops else ""
+
+
+def _has_tiles(job: Job) -> bool:
+    """Return True if MLPs of the job's model can be computed in tiles, which experts' cannot; a user's own
+    module is checked later.
+    """
+    return job.model.module is not None or "MLP" in fused_parts(str(job.model.config.get("model_type")))
 
 
 def _is_gated(job: Job) -> bool:

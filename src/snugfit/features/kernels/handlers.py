@@ -39,7 +39,7 @@ class FusedHandler(KernelsHandler):
         """Replace forward passes of the model's modules by snugfit's kernels."""
         from snugfit.features.kernels.fused_model import use_fused
 
-        use_fused(model, value.recomputed_mlps)
+        use_fused(model, value.recomputed_mlps, value.mlp_tokens)
 
     def undo(self, live: LiveTraining) -> None:
         """Remove snugfit's kernels from a model in training."""

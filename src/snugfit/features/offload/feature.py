@@ -12,6 +12,7 @@ from snugfit.techniques.feature import Feature
 from snugfit.techniques.technique import Slot
 
 if TYPE_CHECKING:
+    from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
 
@@ -45,3 +46,11 @@ class Offload(Feature):
         freed.
         """
         return OFFLOAD.of(setup) is not None
+
+    def search_further(self, state: Any, pool: Any, job: Job, tell: Any, *, smallest: bool) -> str:
+        """Evaluate recomputing recipes with the inputs of layers on the host, and add the better ones to the
+        search's `state`. Return the technique's name if any recipe was evaluated, else an empty text.
+        """
+        from snugfit.features.offload.search import find_inputs_on_host
+
+        return find_inputs_on_host(state, pool, job, tell, smallest=smallest)

@@ -158,7 +158,9 @@ def _answer(request: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = cures(recipe, needed, job, memory or 0, request.fidelity, space.fixed) if best is None else ()
     compared = compare_with_start(start, recipe, pool, job, gpu) if start else None
     # A technique that was tried after all is not listed as excluded.
-    excluded = tuple(item for item in (*space.excluded, *state.excluded) if item.what != looked_at)
+    excluded = tuple(
+        item for item in (*space.excluded, *state.excluded) if item.what not in looked_at.split(", ")
+    )
     ranked = _rank_few(request, state, pool, tell, best) if request.ranked else []
     assumed = [doubt for number in (*front, *ranked) for doubt in state.evaluated[number].doubts]
     return Plan(

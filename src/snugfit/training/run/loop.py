@@ -171,7 +171,7 @@ class TrainingStep(PlainStep):
         in the backward pass waits only for the norm of gradient clipping.
         """
         super().start_runner()
-        if self.runner is not None and self.runner.updates_within and not self.job.clip:
+        if self.runner is not None and self.runner.updates_at_once(bool(self.job.clip)):
             self.sync_before_update = False
 
     def attempt(
@@ -216,7 +216,7 @@ class TrainingStep(PlainStep):
         optimizer, scaler = state.optimizer, state.scaler
         pieces = iter([list(micro_batches)])
         built = Built(state.model, state.runs or state.model, optimizer, scaler, pieces, self.phases)
-        updates_at_once = self.runner is not None and self.runner.updates_within and not self.needs_norm()
+        updates_at_once = self.runner is not None and self.runner.updates_at_once(self.needs_norm())
         self._asked_of_loss = partial(self._read_loss, state) if updates_at_once else _nothing
         total = self._accumulate(built)
         # A runner that updates within the backward pass has read the loss before it.

@@ -6,6 +6,10 @@ passes then run twice: in `run_passes` for the norm, in `update` for the updates
 generators are reset, so that dropout draws the same masks. If no norm is needed, `run_passes` updates the
 weights.
 
+With `released_late`, gradients are clipped by the norm of the step before, so one pass adds up the next norm
+and updates the weights. The first step has no such norm and runs twice. The norm is an attribute of the
+optimizer, so checkpoints have it.
+
 Each pass may be replayed as a CUDA graph (`replay/step.py`). The graph of the backward pass contains the work
 of the hooks, which reads the step's scalars on the device.
 
@@ -19,6 +23,7 @@ with that weight. The optimizer states and checkpoints are therefore the usual o
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -37,6 +42,10 @@ if TYPE_CHECKING:
     from snugfit.step.plain_loop import PlainStep
 
 
+PREVIOUS = "previous_norm"
+"""Name of an optimizer's attribute: the norm of the last step's gradients, for `released_late`."""
+
+
 @final
 class ReleasedPasses(StepRunner):
     """Runs the forward and backward passes of one loop's steps, with the weight updates in the
@@ -45,7 +54,7 @@ class ReleasedPasses(StepRunner):
 
     updates_within = True
 
-    def __init__(self, loop: PlainStep, recorded: StepRunner | None) -> None:
+    def __init__(self, loop: PlainStep, recorded: StepRunner | None, *, clips_late: bool = False) -> None:
         # The loop refers to this object, so a weak reference back avoids a cycle.
         self._loop: PlainStep = weakref.proxy(loop)
         self._captured = recorded if isinstance(recorded, CapturedStep) else None
@@ -53,6 +62,14 @@ class ReleasedPasses(StepRunner):
         self._hooks: list[Any] = []
         self._pass: HookedPass | None = None
         self._repeat: Callable[[], None] | None = None
+        self._clips_late = clips_late
+        self._previous: torch.Tensor | None = None  # read by recorded updates, so never replaced
+
+    def updates_at_once(self, clips: bool) -> bool:
+        """Return True if the next backward pass updates the weights, because no norm is needed or that of the
+        last step is used.
+        """
+        return not clips or self._clips_late
 
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[float | None]
@@ -70,6 +87,8 @@ class ReleasedPasses(StepRunner):
         if not self._loop.needs_norm():
             updates.begin_update(None, 0.0)
             return self._run_updating(HookedPass("once", self._update), built, pieces, weights)
+        if self._clips_late and hasattr(built.optimizer, PREVIOUS):
+            return self._run_late(built, pieces, weights)
         # Dropout must draw the same masks in both backward passes.
         draws, buffers = all_rng_states(self._loop.device), _versions(built.model)
         updates.begin_norm()
@@ -79,8 +98,38 @@ class ReleasedPasses(StepRunner):
         _refuse_changed(buffers, _versions(built.model))
         built.observer.phase("clip")
         self.norm = updates.norm()
+        self._keep_norm(built.optimizer)
         self._repeat = partial(self._run_again, draws, norm_pass.weights, built, pieces, weights)
         return total
+
+    def _run_late(self, built: Any, *passes: Any) -> torch.Tensor | None:
+        """Run a step whose gradients are clipped by the norm of the step before, and keep their own norm for
+        the next step.
+        """
+        import torch
+
+        updates, earlier = self._updates, getattr(built.optimizer, PREVIOUS)
+        assert updates is not None
+        if self._previous is None:
+            self._previous = torch.empty_like(earlier, device=self._loop.device)
+        self._previous.copy_(earlier)
+        updates.begin_norm()
+        updates.begin_update(self._previous, self._loop.job.clip or math.inf)
+        total = self._run_updating(HookedPass("late", self._take_and_update), built, *passes)
+        built.observer.phase("clip")
+        self.norm = updates.norm()
+        self._keep_norm(built.optimizer)
+        return total
+
+    def _keep_norm(self, optimizer: Any) -> None:
+        """Store the norm of this step's gradients for the next step, if that clips by it."""
+        if self._clips_late and self.norm is not None:
+            setattr(optimizer, PREVIOUS, self.norm)
+
+    def _take_and_update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        assert self._updates is not None
+        self._updates.take(weight, gradient)
+        self._update(weight, gradient)
 
     def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
         """Update the weights that `run_passes` has not updated, by running forward and backward once more."""

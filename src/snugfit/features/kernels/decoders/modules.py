@@ -30,6 +30,7 @@ from snugfit.features.kernels.decoders.forms import (
     MLPForm,
 )
 from snugfit.features.kernels.decoders.same_code import same_as
+from snugfit.features.kernels.decoders.tiled_mlp import TOKENS, tiled_mlp
 from snugfit.features.kernels.operations.adapted import (
     AdaptedForward,
     FusedForward,
@@ -286,6 +287,7 @@ def _fuse_mlp(module: Any, form: MLPForm) -> bool:
     _replace(module, _gate, form)
     # False marks a gated MLP. `fused(recomputed_mlps)` sets some of them to True.
     setattr(module, RECOMPUTES, False)
+    setattr(module, TOKENS, None)
     return True
 
 
@@ -301,8 +303,11 @@ def _gate(self: Any, form: MLPForm, original: Callable[..., Any], x: torch.Tenso
     into, back = _mlp_projections(self, form)
     if into is None or back is None:
         return original(x)  # type: ignore[no-any-return]
-    keeps = not getattr(self, RECOMPUTES, False)
+    keeps, tokens = not getattr(self, RECOMPUTES, False), getattr(self, TOKENS, None)
     tanh = TANH[type(getattr(self, form.activation)).__name__]
+    # One tile would be the whole MLP, with its product computed twice.
+    if tokens and x.numel() > tokens * x.size(-1):
+        return tiled_mlp(x, into, back, tanh=tanh, tokens=tokens)
     return gated_mlp(x, into, back, tanh=tanh, keeps=keeps)
 
 

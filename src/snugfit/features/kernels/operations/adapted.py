@@ -141,6 +141,12 @@ def _reasons(layer: Any, names: Sequence[str]) -> Iterator[str]:
         yield f"adapters of a {type(modules[0]).__name__}"
 
 
+def drops_inputs(layer: Any) -> bool:
+    """Return True if an adapter of this layer drops elements of its input in training."""
+    dropouts = layer.lora_dropout.values() if is_adapted(layer) else ()
+    return any(isinstance(dropout, torch.nn.Dropout) and dropout.p for dropout in dropouts)
+
+
 def _base(layer: Any) -> Any:
     return layer.get_base_layer() if is_adapted(layer) else layer
 

@@ -67,16 +67,23 @@ class LowRankUpdate(NamedTuple):
     seed: torch.Tensor | None  # one int64 if elements of x are dropped
 
     @classmethod
-    def start(cls, rows: torch.Tensor, factors: Sequence[torch.Tensor], spans: Sequence[AdapterSpan]) -> Self:
+    def start(
+        cls,
+        rows: torch.Tensor,
+        factors: Sequence[torch.Tensor],
+        spans: Sequence[AdapterSpan],
+        autocast: bool | None = None,
+    ) -> Self:
         """Return the updates of a product of these rows (T, H). `factors` are A and B of each adapter in
-        turn, and `spans` are not empty.
+        turn, and `spans` are not empty. `autocast` is that of the forward pass; None reads it now.
         """
         downs, ups = (
             [factor.detach() for factor in factors[::2]],
             [factor.detach() for factor in factors[1::2]],
         )
         # Under autocast peft also rounds the factors. Without it, peft casts the rows to a wider dtype.
-        autocast = torch.is_autocast_enabled(autocast_device(rows))
+        if autocast is None:
+            autocast = torch.is_autocast_enabled(autocast_device(rows))
         if rows.dtype in NARROW and ups[0].dtype not in NARROW and not autocast:
             return cls._start_in_parts(rows, downs, ups, spans)
         down, seed = _join(downs, 0).to(rows.dtype), _draw(rows, spans)

@@ -93,11 +93,26 @@ class JointProduct(NamedTuple):
         cls, rows: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Self]:
         """Return the product (T, N) in the dtype of the rows, and its backward pass."""
-        weights, biases, factors = layout.separate(tensors)
-        matrices = weights if layout.states else weights_to_keep(weights, rows.dtype)
-        update = LowRankUpdate.start(rows, factors, layout.spans) if layout.spans else None
-        joint = cls(layout, [tensor.dtype for tensor in tensors], matrices, update)
+        _, biases, factors = layout.separate(tensors)
+        joint = cls.without_rows(rows.dtype, layout, tensors).with_rows(rows, factors)
         return joint.multiply(rows, join_weights(biases, rows.dtype) if biases else None), joint
+
+    @classmethod
+    def without_rows(cls, dtype: torch.dtype, layout: Layout, tensors: Sequence[torch.Tensor]) -> Self:
+        """Return the joint weights for products in this dtype, without the adapters' updates of any rows."""
+        weights, _, _ = layout.separate(tensors)
+        matrices = weights if layout.states else weights_to_keep(weights, dtype)
+        return cls(layout, [tensor.dtype for tensor in tensors], matrices, None)
+
+    def with_rows(
+        self, rows: torch.Tensor, factors: Sequence[torch.Tensor], *, autocast: bool | None = None
+    ) -> Self:
+        """Return the same product with the updates of these rows (T, H) by its adapters, A and B of each in
+        turn. `autocast` is that of the forward pass; None reads it now.
+        """
+        if not self.layout.spans:
+            return self
+        return self._replace(update=LowRankUpdate.start(rows, factors, self.layout.spans, autocast))
 
     @classmethod
     def restore(cls, settings: Settings, tensors: Sequence[torch.Tensor]) -> Self:
