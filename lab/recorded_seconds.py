@@ -42,8 +42,6 @@ from snugfit.versions import versions
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 CALIBRATIONS = {
-    "accuracy-seed20261121-within-job": "h200-2026-11-21/calibration-seed20261121.json",
-    "accuracy-seed20261122-within-job": "h200-2026-11-21/calibration-seed20261122.json",
     "accuracy-seed20261123-within-job": "h200-2026-11-22/calibration-seed20261123.json",
     "accuracy-seed20261124-within-job": "h200-2026-11-22/calibration-seed20261124.json",
     "accuracy-seed2511": "h100-2026-11-25/calibration.json",

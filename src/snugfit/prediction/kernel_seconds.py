@@ -184,8 +184,12 @@ class KernelClock:
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
-        # A product that adds to its result has a separately measured rate, since it reads the result too.
-        moved, _ = self._pattern(kernel) if kernel.operator.endswith("_") else (self.rates.bandwidth, 0.0)
+        # A product that adds to its result has a separately measured rate, since it reads the result too. A
+        # large one took as much longer: 0.37, 0.58 and 2.88 ms for 0.36, 0.54 and 2.74 without reading
+        # (`results/h200-2026-11-30/adapter-products.json`, less the seconds of the update).
+        adds = kernel.operator.endswith("_")
+        moved, _ = self._pattern(kernel) if adds else (self.rates.bandwidth, 0.0)
+        tiles += adds * batch * rows * columns * kernel.itemsize / self.rates.bandwidth
         start = rate.start * (PLAYED if kernel.played else 1)
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
 
