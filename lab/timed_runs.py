@@ -68,7 +68,9 @@ class Clock:
         if not rows:
             return {}
         names = ("mhz", "watts", "degrees")
-        return {name: statistics.fmean(part) for name, part in zip(names, zip(*rows, strict=True), strict=True)}
+        return {
+            name: statistics.fmean(part) for name, part in zip(names, zip(*rows, strict=True), strict=True)
+        }
 
 
 def timed(job: Job, recipe: Recipe, predicted: float | None, device: str, clock: Clock) -> dict[str, Any]:

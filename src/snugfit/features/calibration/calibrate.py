@@ -175,8 +175,9 @@ class Calibration(JsonDocument):
     """Results of the probes (small measured jobs) from which the rates were corrected."""
     versions: Mapping[str, str]
     """Versions of the packages with which the probes were measured."""
-    host_prices: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the host by sort of repeated work (`host_probe.py`); empty if they were not measured."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """Readings of power and host: seconds of the host by sort of repeated work, and clock, watts and
+    temperature of kernels."""
     unmeasured: str = ""
     """Reason why power or host prices were not measured; empty if they were."""
 
@@ -213,7 +214,7 @@ def calibrate(
         rates=rates,
         readings=tuple(readings),
         versions=versions(),
-        host_prices=found.get("host", {}).get("prices", {}),
+        machine=found,
         unmeasured=unmeasured,
     )
 

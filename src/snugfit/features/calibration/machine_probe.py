@@ -15,7 +15,7 @@ from typing import Any
 from snugfit.documents import read_document, write_document
 from snugfit.errors import one_line
 
-POWER_SECONDS = 3.0
+POWER_SECONDS = 2.0
 """Seconds for which each mix of kernels is measured. The counter of energy changes every 100 ms."""
 
 DEADLINE_SECONDS = 120.0
