@@ -196,3 +196,14 @@ def test_products_of_experts_have_the_flops_of_their_groups(
     assert cost.flops == truth
     assert sum(product.flops for product in split_groups((*operands, offs), {}, cost)) == truth
     assert group_of(func._schema.name) == CONTRACTIONS
+
+
+def test_kernels_without_a_measured_rate_are_rough() -> None:
+    clock = KernelClock(H200)
+    one = kernel(aten.mm.default, meta(8, 8, dtype=HALF), meta(8, 8, dtype=HALF))
+    rated = ("aten::mm", "aten::add", "generated::sum", "triton::rms_norm_backward", "nccl::all_reduce")
+    rough = ("aten::convolution_backward", "aten::_grouped_mm", "triton::unknown", "bitsandbytes::dequantize")
+    for names, expected in ((rated, False), (rough, True)):
+        assert {name: clock.is_rough(one._replace(operator=name)) for name in names} == dict.fromkeys(
+            names, expected
+        )

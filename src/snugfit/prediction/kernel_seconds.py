@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.rates import ALIGNMENT, FP8, PRECISIONS, MatmulRate, Rates
@@ -100,6 +101,15 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 WITHOUT_POWER = BY_HOST | COLLECTIVES | COPIES | STAGED | {COPY_IN, PREPARED, AWAIT_COPY, PREFETCH}
 """Operators whose energy on this device is left out."""
 
+ROUGH_OPERATORS = frozenset(
+    {"aten::_grouped_mm", "aten::_scaled_mm", "aten::convolution", "aten::convolution_backward"}
+)
+"""Operators of torch whose rates are a share of another operator's."""
+
+RATED_PREFIXES = ("aten::", GENERATED)
+"""Beginnings of the names of operators with general rates that were measured: those of torch, and generated
+kernels. Libraries' kernels need a rate of their own."""
+
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
 """Operators that take no kernel time on this device. Collectives are among them, since they occupy the link
 instead.
@@ -153,16 +163,27 @@ class KernelClock:
         moved, start = self._pattern(kernel)
         return start + kernel.nbytes / moved
 
+    def is_rough(self, kernel: Kernel) -> bool:
+        """Return True if no measured rate belongs to this kernel, so that a general one stands in.
+
+        Such kernels are convolutions, grouped and 8-bit products, and libraries' kernels without a pattern.
+        """
+        name = kernel.operator
+        has_rate = name.startswith(RATED_PREFIXES) or name in WITHOUT_POWER or self._patterns(kernel)
+        return not has_rate or name in ROUGH_OPERATORS
+
+    def _patterns(self, kernel: Kernel) -> list[tuple[float, float]]:
+        """Return the measured rates of this memory-bound kernel, the most specific first."""
+        # If attention was measured with 16-bit operands, these have separate rates.
+        endings = (" in 16 bits", "") if "16" in kernel.dtype else ("",)
+        names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
+        further = chain.from_iterable(of(kernel) for of in hooks("rate_names"))
+        full = (name + ending for name, ending in product((*further, *names), endings))
+        return list(filter(None, map(self.rates.patterns.get, full)))
+
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
         """Return the bytes per second that this memory-bound kernel reaches, and its seconds of overhead."""
-        # If attention was measured with 16-bit operands, these have separate rates.
-        sixteen = " in 16 bits" if "16" in kernel.dtype else ""
-        names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
-        for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
-            pattern = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
-            if pattern:
-                return pattern
-        return self.rates.bandwidth, self.rates.start
+        return (self._patterns(kernel) or [(self.rates.bandwidth, self.rates.start)])[0]
 
     def _rate(self, dtype: str) -> MatmulRate:
         products, precision = self.rates.products, PRECISIONS.get(dtype, "fp32")

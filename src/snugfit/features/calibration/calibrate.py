@@ -208,7 +208,7 @@ def calibrate(
         rates = _correct(rates, readings)
     if any(reading.factor for reading in readings):
         source = f"calibrated with torch {installed_versions()['torch']}"
-        rates = replace(rates, source=source, measured=True)
+        rates = replace(rates, source=source, measured=True, calibrated=True)
     return Calibration(
         gpus=gpus,
         rates=rates,
