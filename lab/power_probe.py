@@ -57,8 +57,8 @@ def _probes() -> dict[str, Callable[[], Mix]]:
         "fp16 8192 cubed": lambda: products(*large, torch.float16),
         "tf32 8192 cubed": lambda: products(*large, torch.float32),
         "fp32 4096 cubed": lambda: products(4096, 4096, 4096, torch.float32),
-        "attention": lambda: attention(backward=False),
-        "attention both": lambda: attention(backward=True),
+        "attention": lambda: attention(backward=False, dtype=torch.bfloat16),
+        "attention both": lambda: attention(backward=True, dtype=torch.bfloat16),
     }
 
 

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from snugfit.measurement.nvml import CLOCK_REASONS
+
+if TYPE_CHECKING:
+    import torch
 
 WARM_SECONDS = 1.0
 PAUSE_SECONDS = 0.5
@@ -47,6 +48,8 @@ class Mix:
 
 def products(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Mix:
     """Return products of one matrix with several others, which do not fit in the L2 cache together."""
+    import torch
+
     copies = max(2, min(8, int(2**30 / (columns * inner * dtype.itemsize))))
     x = torch.randn(rows, inner, device="cuda").to(dtype)
     weights = [torch.randn(inner, columns, device="cuda").to(dtype) for _ in range(copies)]
@@ -60,14 +63,17 @@ def products(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Mix:
     return Mix(launch, 2.0 * rows * columns * inner * copies, float(moved * copies))
 
 
-def sums(dtype: torch.dtype = torch.float16) -> Mix:
-    """Return a sum of two large tensors."""
-    a, b, out = (torch.randn(2**27, device="cuda", dtype=dtype) for _ in range(3))
+def sums(dtype: torch.dtype | None = None) -> Mix:
+    """Return a sum of two large tensors, in fp16 by default."""
+    import torch
+
+    a, b, out = (torch.randn(2**27, device="cuda", dtype=dtype or torch.float16) for _ in range(3))
     return Mix(lambda: torch.add(a, b, out=out), 0.0, 3.0 * a.nbytes)
 
 
-def attention(*, backward: bool, dtype: torch.dtype = torch.bfloat16) -> Mix:
+def attention(*, backward: bool, dtype: torch.dtype) -> Mix:
     """Return causal attention of a decoder's size, without or with its backward pass."""
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -89,11 +95,15 @@ def attention(*, backward: bool, dtype: torch.dtype = torch.bfloat16) -> Mix:
 
 def waits() -> Mix:
     """Return a kernel that waits on one multiprocessor."""
+    import torch
+
     return Mix(lambda: torch.cuda._sleep(10**6), 0.0, 0.0)
 
 
 def calibration_mixes() -> Mapping[str, Callable[[], Mix]]:
     """Return the probes of `snugfit calibrate` by name, for the precisions of this GPU."""
+    import torch
+
     tensor_cores = torch.cuda.get_device_capability()[0] >= 8  # bf16 and tf32 exist from Ampere on
     newer = {
         "bf16 large": lambda: products(*LARGE, torch.bfloat16),
@@ -117,6 +127,7 @@ class PowerReadings:
 
     def __init__(self, index: int = 0) -> None:
         import pynvml
+        import torch
 
         pynvml.nvmlInit()
         self._nvml = pynvml
@@ -164,6 +175,8 @@ def measure_mixes(
     mixes: Mapping[str, Callable[[], Mix]], readings: PowerReadings, seconds: float
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for each mix, measured for these seconds. Rows of `half` mixes run half of the time."""
+    import torch
+
     for name, mix in mixes.items():
         torch.backends.cuda.matmul.allow_tf32 = "tf32" in name
         yield {"name": name} | measure_mix(mix(), readings, seconds, half=name.startswith("half"))
@@ -172,6 +185,8 @@ def measure_mixes(
 
 def measure_mix(mix: Mix, readings: PowerReadings, seconds: float, *, half: bool) -> dict[str, Any]:
     """Return the row of this mix. With `half`, a waiting kernel follows each launch for as long."""
+    import torch
+
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         mix.launch()
@@ -201,6 +216,8 @@ def measure_mix(mix: Mix, readings: PowerReadings, seconds: float, *, half: bool
 
 def _replay(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
     """Replay a graph without a pause for about these seconds; return the number of replays."""
+    import torch
+
     count, end = 0, time.perf_counter() + seconds
     waiting: list[torch.cuda.Event] = []
     while time.perf_counter() < end:
@@ -217,6 +234,8 @@ def _replay(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
 
 def _event_seconds(launch: Callable[[], Any], times: int) -> float:
     """Return the seconds of one launch on the device, as the mean of these times."""
+    import torch
+
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
