@@ -1,6 +1,6 @@
 """Predict the seconds of recorded runs by shipped and by calibrated rates, beside the measured ones.
 
-    python lab/recorded_seconds.py OUT.json [--every 3] [--minutes 4]    predicts, and adds to OUT.json
+    python lab/recorded_seconds.py OUT.json [--every 3] [--only NAME]    predicts, and adds to OUT.json
     python lab/recorded_seconds.py OUT.json --summary                    prints and writes the medians
 
 The runs are those of the draws on one GPU (`results/accuracy-seed*.json`) whose core was undisturbed. Runs on
@@ -141,13 +141,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--only", default="", help="name of a draw, or a part of it")
     parser.add_argument("--summary", action="store_true")
     given = parser.parse_args()
     rows = json.loads(given.out.read_text(encoding="utf-8"))["rows"] if given.out.exists() else []
     known = {(row["draw"], row["number"]) for row in rows}
     end = time.monotonic() + 60 * given.minutes
     for draw, number, run in recorded() if not given.summary else ():
-        if number % given.every or (draw, number) in known or time.monotonic() > end:
+        left_out = number % given.every or given.only not in draw or (draw, number) in known
+        if left_out or time.monotonic() > end:
             continue
         rows.append(predicted(draw, number, run))
         print(draw, number, rows[-1].get("bound", "refused"), flush=True)

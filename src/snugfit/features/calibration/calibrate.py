@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snugfit.documents import JsonDocument
 from snugfit.errors import SnugfitError
+from snugfit.features.calibration.host_probe import PACKAGED_PRICES, priced
 from snugfit.features.calibration.machine_probe import measure_machine
 from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import Gpu, find_gpu
@@ -200,8 +201,15 @@ def calibrate(
     tell("power and host")
     found = machine()
     rates, unmeasured = _with_power(rates, found)
+    prices = found.get("host", {}).get("prices", {})
+    has_prices = gpus == 1 and bool(prices and PACKAGED_PRICES)
+    if has_prices:
+        known = packaged_rates(find_gpu(REFERENCE)).host
+        rates = replace(rates, host=priced(known, prices, PACKAGED_PRICES), calibrated=True)
     runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_on(gpus), tell)
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)), gpus)
+    # Steps of whole models show the host only where its prices are not known.
+    chosen = tuple(probe for probe in chosen if probe.corrects != HOST or not has_prices)
     readings: list[ProbeReading] = []
     for run in runner.run_all(chosen):
         readings.append(_read(run, gpu, rates))

@@ -45,6 +45,10 @@ prices.
 """
 
 
+PACKAGED_PRICES: Mapping[str, float] = {}
+"""Seconds of each sort on the host of `prediction/rates.json`; empty while unknown."""
+
+
 def priced(
     known: HostLaunchCosts, prices: Mapping[str, float], reference: Mapping[str, float]
 ) -> HostLaunchCosts:

@@ -28,6 +28,7 @@ from snugfit.features.calibration.calibrate import (
 )
 from snugfit.features.calibration.command import sentence_about_others
 from snugfit.features.calibration.feature import CalibrationFeature
+from snugfit.features.calibration.host_probe import FIELDS, measure_prices
 from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -207,6 +208,29 @@ def test_a_probe_at_the_power_limit_is_predicted_at_its_clock() -> None:
     assert found.products["bf16"].flops == pytest.approx(known.products["bf16"].flops, rel=0.02)
     assert found.power is not None
     assert found.power.limit_watts == pytest.approx(known.power.limit_watts, rel=0.02)
+
+
+def test_prices_of_the_host_replace_its_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = dict.fromkeys(FIELDS, 1e-5)
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.PACKAGED_PRICES", packaged)
+    known = rates_for(GPU)
+    prices = {name: 2e-5 if name == "backward" else 1e-5 for name in FIELDS if name != "program"}
+    found, readings = rates_and_readings(
+        GPU, measure_seconds=quiet(known), machine=lambda: {"host": {"prices": prices}}
+    )
+    assert found.host.backward == pytest.approx(2 * known.host.backward)
+    assert found.host.forward == pytest.approx(known.host.forward)
+    # Compiled programs failed, so they have the geometric mean of the other seven.
+    assert found.host.generated == pytest.approx(2 ** (1 / 7) * known.host.generated)
+    assert "host" not in {reading.probe.corrects for reading in readings}
+    assert found.calibrated
+
+
+def test_prices_are_measured_without_a_gpu_too() -> None:
+    measured = measure_prices("cpu", slices=2, compiled=False)
+    assert measured["prices"].keys() == FIELDS.keys() - {"program"}
+    assert all(seconds >= 0 for seconds in measured["prices"].values())
+    assert not measured["failed"]
 
 
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
