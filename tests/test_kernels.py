@@ -202,7 +202,7 @@ def test_kernels_without_a_measured_rate_are_rough() -> None:
     clock = KernelClock(H200)
     one = kernel(aten.mm.default, meta(8, 8, dtype=HALF), meta(8, 8, dtype=HALF))
     rated = ("aten::mm", "aten::add", "generated::sum", "triton::rms_norm_backward", "nccl::all_reduce")
-    rough = ("aten::convolution_backward", "aten::_grouped_mm", "triton::unknown", "bitsandbytes::dequantize")
+    rough = ("aten::convolution_backward", "aten::_scaled_mm", "triton::unknown", "bitsandbytes::dequantize")
     for names, expected in ((rated, False), (rough, True)):
         assert {name: clock.is_rough(one._replace(operator=name)) for name in names} == dict.fromkeys(
             names, expected

@@ -98,12 +98,18 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 """
 
 
+GROUPED = {("aten::_grouped_mm", 3): 1.25, ("aten::_grouped_mm", 2): 1.8}
+"""Seconds of the tiles of a grouped product as multiples of those of one product of the same rows.
+
+The number is that of the second operand's dimensions, 2 for the gradients of matrices. The values are the
+geometric means of three sizes in bf16 on an H200: 1.12 to 1.44, and 1.42 to 2.24
+(results/h200-2026-11-30/seconds.json).
+"""
+
 WITHOUT_POWER = BY_HOST | COLLECTIVES | COPIES | STAGED | {COPY_IN, PREPARED, AWAIT_COPY, PREFETCH}
 """Operators whose energy on this device is left out."""
 
-ROUGH_OPERATORS = frozenset(
-    {"aten::_grouped_mm", "aten::_scaled_mm", "aten::convolution", "aten::convolution_backward"}
-)
+ROUGH_OPERATORS = frozenset({"aten::_scaled_mm", "aten::convolution", "aten::convolution_backward"})
 """Operators of torch whose rates are a share of another operator's."""
 
 RATED_PREFIXES = ("aten::", GENERATED)
@@ -166,7 +172,7 @@ class KernelClock:
     def is_rough(self, kernel: Kernel) -> bool:
         """Return True if no measured rate belongs to this kernel, so that a general one stands in.
 
-        Such kernels are convolutions, grouped and 8-bit products, and libraries' kernels without a pattern.
+        Such kernels are convolutions, 8-bit products, and libraries' kernels without a pattern.
         """
         name = kernel.operator
         has_rate = name.startswith(RATED_PREFIXES) or name in WITHOUT_POWER or self._patterns(kernel)
@@ -205,6 +211,7 @@ class KernelClock:
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
+        tiles *= GROUPED.get((kernel.operator, len(second)), 1.0)
         # A product that adds to its result has a separately measured rate, since it reads the result too. A
         # large one took as much longer: 0.37, 0.58 and 2.88 ms for 0.36, 0.54 and 2.74 without reading
         # (`results/h200-2026-11-30/adapter-products.json`, less the seconds of the update).
