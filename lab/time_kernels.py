@@ -1,6 +1,8 @@
 """Time single kernels on a GPU: products whose rows are aligned and not, convolutions, attention, copies.
 
-    python lab/time_kernels.py OUT.json
+    python lab/time_kernels.py OUT.json [NAME ...]
+
+NAME is one of `PARTS`; without a name the first four run. A part whose library is missing has the reason.
 
 Each kernel is queued behind a sleeping device and timed by events, the median of three times ten. The figures
 of an H200 are in `results/`. The rates follow them if no profiled step shows enough (`prediction/rates.json`,
@@ -167,17 +169,156 @@ def copies() -> Iterator[dict[str, Any]]:
                 yield {"what": "copy", **setting, "returned": returned, "seconds": whole}
 
 
+def optimizers() -> Iterator[dict[str, Any]]:
+    """Yield updates of bitsandbytes, with their states on the device and in managed memory."""
+    import bitsandbytes as bnb
+
+    for name in ("AdamW8bit", "PagedAdamW8bit", "AdamW32bit", "PagedAdamW32bit", "PagedLion8bit"):
+        for weights in (1 << 22, 1 << 26):
+            weight = torch.nn.Parameter(torch.randn(weights, device="cuda"))
+            weight.grad = torch.randn_like(weight)
+            update = getattr(bnb.optim, name)([weight])
+            yield {"what": "update", "kernel": name, "weights": weights, "seconds": seconds(update.step)}
+
+
+def efficient() -> Iterator[dict[str, Any]]:
+    """Yield efficient attention in fp32 with and without tf32, and with dropout."""
+    for precision in ("fp32", "tf32"):
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        for shape, causal in SCORES:
+            for dropout in (0.0, 0.1):
+                query, key, value = (torch.randn(*shape, device="cuda", requires_grad=True) for _ in range(3))
+                attend = partial(
+                    F.scaled_dot_product_attention, query, key, value, is_causal=causal, dropout_p=dropout
+                )
+                with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                    output = attend()
+                    back = partial(
+                        torch.autograd.grad, output, (query, key, value), output, retain_graph=True
+                    )
+                    setting = {"precision": precision, "shape": [*shape], "causal": causal}
+                    yield {
+                        "what": "efficient attention", **setting, "dropout": dropout,
+                        "forward": seconds(attend, 5), "backward": seconds(back, 5),
+                    }  # fmt: skip
+
+
+def grouped() -> Iterator[dict[str, Any]]:
+    """Yield grouped products of rows (T, K) with matrices (E, K, N), and those of their gradients."""
+    for experts, rows, inner, columns in (
+        (8, 8192, 4096, 14336),
+        (64, 16384, 2048, 1408),
+        (128, 16384, 2048, 768),
+    ):
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        tokens, matrices = torch.randn(rows, inner, **make), torch.randn(experts, inner, columns, **make)
+        out = torch.randn(rows, columns, **make)
+        ends = (torch.arange(1, experts + 1, device="cuda") * (rows // experts)).int()
+        setting = {"experts": experts, "rows": rows, "inner": inner, "columns": columns}
+        yield {
+            "what": "grouped product", **setting,
+            "forward": seconds(partial(torch._grouped_mm, tokens, matrices, offs=ends)),
+            "of rows": seconds(partial(torch._grouped_mm, out, matrices.transpose(1, 2), offs=ends)),
+            "of matrices": seconds(partial(torch._grouped_mm, tokens.t(), out, offs=ends)),
+        }  # fmt: skip
+
+
+def delta_rule() -> Iterator[dict[str, Any]]:
+    """Yield the chunked scan of gated delta rules as transformers writes it out in torch."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as scan
+
+    for batch, length in ((1, 2048), (2, 4096)):
+        make = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+        query, key, value = (torch.randn(batch, length, 32, 128, **make) for _ in range(3))
+        gate = -torch.rand(batch, length, 32, device="cuda")
+        run = partial(scan, query, key, value, g=gate, beta=torch.rand_like(gate).bfloat16())
+        output = run()[0]
+        back = partial(torch.autograd.grad, output, (query, key, value), output, retain_graph=True)
+        yield {
+            "what": "delta rule", "shape": [batch, length, 32, 128],
+            "forward": seconds(run, 2), "backward": seconds(back, 2),
+        }  # fmt: skip
+
+
+def liger() -> Iterator[dict[str, Any]]:
+    """Yield Liger's kernels with frozen weights, as under LoRA, and with trained ones."""
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    rows, width = 8192, 4096
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(1, rows, width, **make, requires_grad=True)
+    wide = [torch.randn(1, rows, 14336, **make, requires_grad=True) for _ in range(2)]
+    heads = torch.randn(1, 32, rows, 128, **make, requires_grad=True)
+    few = torch.randn(1, 8, rows, 128, **make, requires_grad=True)
+    turns = [torch.randn(1, rows, 128, **make) for _ in range(2)]
+    logits = torch.randn(rows, 32_000, **make, requires_grad=True)
+    labels = torch.randint(0, 32_000, (rows,), device="cuda")
+    cases: dict[str, tuple[Callable[[], Any], tuple[torch.Tensor, ...]]] = {
+        "silu": (lambda: LigerSiLUMulFunction.apply(*wide), tuple(wide)),
+        "rope": (lambda: LigerRopeFunction.apply(heads, few, *turns)[0], (heads,)),
+        "cross entropy": (lambda: LigerCrossEntropyFunction.apply(logits, labels, None)[0], (logits,)),
+    }
+    for trained in (False, True):
+        weight = torch.randn(width, **make, requires_grad=trained)
+        inputs = (hidden, weight) if trained else (hidden,)
+        norm = partial(LigerRMSNormFunction.apply, hidden, weight, 1e-6, 0.0, "llama", False)
+        cases[f"rms norm, weight {'trained' if trained else 'frozen'}"] = (norm, inputs)
+    for name, (run, inputs) in cases.items():
+
+        def both(run: Any = run, inputs: Any = inputs) -> None:
+            output = run()
+            torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+        yield {"what": "liger", "kernel": name, "forward": seconds(run, 5), "both": seconds(both, 5)}
+
+
+def in_place() -> Iterator[dict[str, Any]]:
+    """Yield large products alone and added to a matrix in place."""
+    for rows, inner, columns in ((8192, 4096, 4096), (8192, 4096, 28672), (4096, 14336, 4096)):
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        first, second = torch.randn(rows, inner, **make), torch.randn(columns, inner, **make).t()
+        out = torch.randn(rows, columns, **make)
+        yield {
+            "what": "product in place", "rows": rows, "inner": inner, "columns": columns,
+            "alone": seconds(partial(torch.mm, first, second, out=out)),
+            "added": seconds(partial(out.addmm_, first, second)),
+        }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "products": products, "convolutions": convolutions, "attention": attention, "copies": copies,
+    "optimizers": optimizers, "efficient": efficient, "grouped": grouped, "delta_rule": delta_rule,
+    "liger": liger, "in_place": in_place,
+}  # fmt: skip
+
+
+def timed(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of one part, and the reason if it cannot go on."""
+    try:
+        yield from PARTS[name]()
+    except (ImportError, AttributeError, RuntimeError, TypeError) as missing:
+        yield {"what": name, "failed": " ".join(str(missing).split())[:300]}
+
+
 def main() -> None:
     """Time the kernels and write the output file."""
+    names = sys.argv[2:] or [*PARTS][:4]
+    kernels: list[dict[str, Any]] = []
     document = {
         "schema": 1,
         "what": "timed-kernels",
         "gpu": torch.cuda.get_device_name(),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions(),
-        "kernels": [*products(), *convolutions(), *attention(), *copies()],
+        "kernels": kernels,
     }
-    Path(sys.argv[1]).write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    for name in names:
+        kernels += timed(name)
+        # A later part may end the process.
+        Path(sys.argv[1]).write_text(json.dumps(document, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

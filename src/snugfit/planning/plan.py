@@ -87,6 +87,12 @@ class Pace:
     peak_seconds: float
     """Seconds of the model's FLOPs at the data sheet's peak; 0 if the peak is unknown."""
 
+    assumed_host: bool = True
+    """False if the host was calibrated (`StepSeconds.assumed_host`)."""
+
+    host_seconds: float = 0.0
+    """Seconds of the step in which the host works, without its waits for the device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
@@ -358,7 +364,15 @@ class Plan(JsonDocument, Tabular):
         if known is None or choice != self.best_or_nearest:
             return speed_of(seconds, self.job, measured_rates=measured)
         mfu = known.peak_seconds / seconds if known.peak_seconds and seconds else None
-        return speed_of(seconds, self.job, measured_rates=measured, bound=known.bound, mfu=mfu)
+        return speed_of(
+            seconds,
+            self.job,
+            measured_rates=measured,
+            bound=known.bound,
+            mfu=mfu,
+            assumed_host=known.assumed_host,
+            host_seconds=known.host_seconds,
+        )
 
     def speed(self, choice: Choice) -> float:
         """Return samples per second of one recipe of the plan, with the start-up if the run's length was

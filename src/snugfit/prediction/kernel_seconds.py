@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from snugfit.prediction.rates import ALIGNMENT, FP8, PRECISIONS, MatmulRate, Rates
@@ -105,8 +106,23 @@ On one H200, 15 to 29e12 FLOPs per second were measured.
 """
 
 
+GROUPED = {("aten::_grouped_mm", 3): 1.25, ("aten::_grouped_mm", 2): 1.8}
+"""Seconds of the tiles of a grouped product as multiples of those of one product of the same rows.
+
+The number is that of the second operand's dimensions, 2 for the gradients of matrices. The values are the
+geometric means of three sizes in bf16 on an H200: 1.12 to 1.44, and 1.42 to 2.24
+(results/h200-2026-11-30/seconds.json).
+"""
+
 WITHOUT_POWER = BY_HOST | COLLECTIVES | COPIES | STAGED | {COPY_IN, PREPARED, AWAIT_COPY, PREFETCH}
 """Operators whose energy on this device is left out."""
+
+ROUGH_OPERATORS = frozenset({"aten::_scaled_mm", "aten::convolution", "aten::convolution_backward"})
+"""Operators of torch whose rates are a share of another operator's."""
+
+RATED_PREFIXES = ("aten::", GENERATED)
+"""Beginnings of the names of operators with general rates that were measured: those of torch, and generated
+kernels. Libraries' kernels need a rate of their own."""
 
 WITHOUT_WORK = BY_HOST | COLLECTIVES | {AWAIT_COPY, PREFETCH}
 """Operators that take no kernel time on this device. Collectives are among them, since they occupy the link
@@ -161,16 +177,27 @@ class KernelClock:
         moved, start = self._pattern(kernel)
         return start + kernel.nbytes / moved
 
+    def is_rough(self, kernel: Kernel) -> bool:
+        """Return True if no measured rate belongs to this kernel, so that a general one stands in.
+
+        Such kernels are convolutions, 8-bit products, and libraries' kernels without a pattern.
+        """
+        name = kernel.operator
+        has_rate = name.startswith(RATED_PREFIXES) or name in WITHOUT_POWER or self._patterns(kernel)
+        return not has_rate or name in ROUGH_OPERATORS
+
+    def _patterns(self, kernel: Kernel) -> list[tuple[float, float]]:
+        """Return the measured rates of this memory-bound kernel, the most specific first."""
+        # If attention was measured with 16-bit operands, these have separate rates.
+        endings = (" in 16 bits", "") if "16" in kernel.dtype else ("",)
+        names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
+        further = chain.from_iterable(of(kernel) for of in hooks("rate_names"))
+        full = (name + ending for name, ending in product((*further, *names), endings))
+        return list(filter(None, map(self.rates.patterns.get, full)))
+
     def _pattern(self, kernel: Kernel) -> tuple[float, float]:
         """Return the bytes per second that this memory-bound kernel reaches, and its seconds of overhead."""
-        # If attention was measured with 16-bit operands, these have separate rates.
-        sixteen = " in 16 bits" if "16" in kernel.dtype else ""
-        names = (f"{kernel.operator} {kernel.layout}", kernel.layout) if kernel.layout else (kernel.operator,)
-        for name in (*(name for of in hooks("rate_names") for name in of(kernel)), *names):
-            pattern = self.rates.patterns.get(name + sixteen) or self.rates.patterns.get(name)
-            if pattern:
-                return pattern
-        return self.rates.bandwidth, self.rates.start
+        return (self._patterns(kernel) or [(self.rates.bandwidth, self.rates.start)])[0]
 
     def _rate(self, dtype: str) -> MatmulRate:
         products, precision = self.rates.products, PRECISIONS.get(dtype, "fp32")
@@ -192,8 +219,13 @@ class KernelClock:
         tiles = tile_seconds(
             rate, self.rates.multiprocessors, self.rates.bandwidth, (batch, rows, columns, inner), share
         )
-        # A product that adds to its result has a separately measured rate, since it reads the result too.
-        moved, _ = self._pattern(kernel) if kernel.operator.endswith("_") else (self.rates.bandwidth, 0.0)
+        tiles *= GROUPED.get((kernel.operator, len(second)), 1.0)
+        # A product that adds to its result has a separately measured rate, since it reads the result too. A
+        # large one took as much longer: 0.37, 0.58 and 2.88 ms for 0.36, 0.54 and 2.74 without reading
+        # (`results/h200-2026-11-30/adapter-products.json`, less the seconds of the update).
+        adds = kernel.operator.endswith("_")
+        moved, _ = self._pattern(kernel) if adds else (self.rates.bandwidth, 0.0)
+        tiles += adds * batch * rows * columns * kernel.itemsize / self.rates.bandwidth
         start = rate.start * (PLAYED if kernel.played else 1)
         return start + max(tiles, kernel.nbytes / moved) + self._copy_first(kernel)
 

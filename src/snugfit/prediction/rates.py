@@ -310,6 +310,9 @@ class Rates(JsonFields):
     measured: bool = True
     """False for rates that were scaled from another GPU's by the two data sheets."""
 
+    calibrated: bool = False
+    """True for rates that `snugfit calibrate` measured, with the host. Older files lack this field."""
+
     gpus: int = 1
     """Number of the host's GPUs that ran kernels at the same time during the calibration."""
 

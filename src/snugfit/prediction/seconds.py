@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from snugfit.prediction.exchanges import GPUS_PER_HOST, StreamsRun, exchanges
@@ -151,6 +152,7 @@ def step_seconds(
     # A step cannot be shorter than the preparation of its batches.
     length = max(length, loading)
     busy, link = sum(computing), sum(device) - sum(on_device)
+    rough = sum(map(mul, each_once(KernelClock(rates).is_rough, kernels), computing))
     bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
     # Without its copies the step would be clearly shorter, so the link is its bottleneck.
     if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
@@ -165,6 +167,8 @@ def step_seconds(
         phases=phases,
         bound=bound,
         measured_rates=rates.measured,
+        rough_seconds=rough,
+        assumed_host=not rates.calibrated,
         peak_seconds=model_peak_seconds(kernels, gpu),
         link_seconds=link,
         communication_seconds=communication,

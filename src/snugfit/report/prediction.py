@@ -14,7 +14,7 @@ from rich.text import Text
 
 from snugfit.report.items import BOUND_BY
 from snugfit.report.plan.ways_out import of_prediction
-from snugfit.report.short import about_build, about_clock, note, show_phases, verdict
+from snugfit.report.short import about_build, about_clock, about_rates, note, show_phases, verdict
 from snugfit.report.text.job import job_line
 from snugfit.report.text.pace import pace
 from snugfit.report.text.page import STYLES, Page, with_commands
@@ -127,7 +127,7 @@ def about_pace(prediction: Prediction) -> list[Text]:
         words(
             f"A {terms.turn} takes {pace(speed, terms)}. It is bound by {bound}: the GPU is busy for "
             f"{show_seconds(timing.device_seconds)} of it, and would need {show_seconds(roofline)} at the "
-            f"rates of its data sheet{travels}{about_clock(timing)}."
+            f"rates of its data sheet{travels}{about_clock(timing)}{about_rates(timing)}."
         ),
         *_about_stages(timing),
         *_about_exchanges(timing),

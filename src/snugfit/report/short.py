@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ITEMS = 3
 """Largest number of groups of tensors in a short report."""
 
+LEAST_ROUGH = 0.05
+"""Smallest share of a step in kernels without a measured rate that the report mentions (chosen)."""
+
 LOSS_OVER_ALL_LOGITS = "Evaluation is a forward pass that computes the loss over all logits."
 
 
@@ -149,12 +152,23 @@ def show_bound(prediction: Prediction) -> Iterator[tuple[str, str]]:
         busy = 100 * timing.device_seconds / timing.step_seconds
         bound = BOUND_BY.get(timing.bound, timing.bound)
         turn, clock = prediction.job.words.turn, about_clock(timing)
-        yield "bound by", f"{bound}; the GPU is busy for {busy:.0f} % of the {turn}{clock}"
+        yield (
+            "bound by",
+            f"{bound}; the GPU is busy for {busy:.0f} % of the {turn}{clock}{about_rates(timing)}",
+        )
 
 
 def about_clock(timing: StepSeconds) -> str:
     """Return a clause on the clock of a GPU at its power limit; empty below the limit."""
     return f", power-limited, about {timing.limited_mhz:,.0f} MHz" if timing.limited_mhz else ""
+
+
+def about_rates(timing: StepSeconds) -> str:
+    """Return a clause on the share of the GPU's time in kernels without a measured rate; empty if small."""
+    share = timing.rough_seconds / max(
+        timing.device_seconds, timing.step_seconds, 1e-9
+    )  # an empty step has no share
+    return f"; {100 * share:.0f} % in kernels without a measured rate" if share >= LEAST_ROUGH else ""
 
 
 def show_phases(prediction: Prediction) -> Iterator[tuple[str, str]]:

@@ -213,6 +213,8 @@ class Prediction(JsonDocument, Tabular):
             measured_rates=timing.measured_rates,
             bound=timing.bound,
             mfu=timing.mfu,
+            assumed_host=timing.assumed_host,
+            host_seconds=timing.host_seconds,
         )
 
     @property

@@ -92,6 +92,12 @@ class StepSeconds(JsonFields):
     by data sheet.
     """
 
+    rough_seconds: float = 0.0
+    """Seconds of `device_seconds` in kernels without a measured rate, such as convolutions."""
+
+    assumed_host: bool = True
+    """False if the host was calibrated; True for the packaged seconds of launches, from rented hosts."""
+
     peak_seconds: float = 0.0
     """Seconds of the model's arithmetic at the peak FLOP/s of the data sheet; 0 if it has none. The
     arithmetic is the contractions of forward and backward passes, each in its precision, without

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from snugfit.techniques.feature import Feature
+from snugfit.techniques.feature import Configuration, Feature
 
 _DRAWN = (
     "Jobs are drawn by `python lab/draw_runs.py` of the repository. For a job of yours: --job FILE --top K."
@@ -41,6 +41,12 @@ class AccuracyFeature(Feature):
         from snugfit.features.accuracy.plan_command import options
 
         return options() if command == "plan" else ()
+
+    def next_steps(self, plan: Any, configuration: Configuration | None) -> Mapping[str, str]:
+        """Return the command that measures the plan's best recipes, if its seconds rest on assumptions."""
+        from snugfit.features.accuracy.plan_command import command_to_verify
+
+        return command_to_verify(plan)
 
     def prepare(self, command: str, request: Any) -> Any:
         """Return the command's parsed options, checked for `plan --verify`. Such a plan is for this machine's

@@ -111,3 +111,17 @@ def _measure_peers(plan: Plan, tell: Callable[[str], None]) -> Peers:
     return measure_peers(
         plan.job, plan.gpu, chosen, kept_slots=kept_slots, memory_bytes=plan.memory_bytes, tell=tell
     )
+
+
+def command_to_verify(plan: Plan) -> dict[str, str]:
+    """Return the command that measures the plan's best recipes, by its title.
+
+    It is empty for a plan whose seconds rest on measured rates alone. Those of another GPU, or of another
+    host that limits the step, are assumed. `--verify` takes no plan for several GPUs.
+    """
+    from snugfit.report.plan.next_steps import job_words
+
+    timing, best = plan.timing, plan.best
+    if timing is None or best is None or (timing.measured_rates and not plan.timed(best).assumption):
+        return {}
+    return {"Measure the best recipes on such a GPU": f"snugfit plan {job_words(plan.job)} --verify 3"}

@@ -11,6 +11,10 @@ needed. If another resource proves slower, the probe corrects nothing.
   same units, and fp8.
 - Several GPUs: the host while all of them work, sharded weights, and collectives.
 
+A process of its own first measures the GPU's power and the prices of the host (`machine_probe.py`). Each
+probe is then predicted at the clock that NVML reads while it runs. Without readings, it is the clock of the
+power model. So the corrected rates are those of the highest clock.
+
 The order of correction matters: each probe is predicted with the rates that earlier probes corrected. The
 order of measurement differs. The update of many parameters is measured first, since its time depends on the
 device alone. Meanwhile a CPU core simulates the other probes.
@@ -28,23 +32,26 @@ all-gathers of weights with reduce-scatters of gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snugfit.documents import JsonDocument
 from snugfit.errors import SnugfitError
+from snugfit.features.calibration.host_probe import PACKAGED_PRICES, priced
+from snugfit.features.calibration.machine_probe import measure_machine
+from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import Gpu, find_gpu
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.measurement.stopwatch import WARMUP, steady_steps
 from snugfit.prediction.device import policy_for
 from snugfit.prediction.exchanges import exchanges
-from snugfit.prediction.kernel_seconds import KernelClock
+from snugfit.prediction.power import PowerRates
 from snugfit.prediction.profile import Software, installed_versions
-from snugfit.prediction.rates import Rates, packaged_rates
-from snugfit.prediction.seconds import launch_seconds, step_seconds
+from snugfit.prediction.rates import REFERENCE, Rates, packaged_rates
+from snugfit.prediction.seconds import launch_seconds, queue_of, step_seconds
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.rehearsal.trace.trace import (
     ALL_GATHER,
@@ -81,6 +88,9 @@ ATTEMPTS = 3
 """Largest number of runs of a probe of the host's speed (chosen). They end after a run on an undisturbed
 core."""
 
+MIN_CLOCK_READINGS = 5
+"""Smallest number of NVML readings of the clock whose mean replaces the power model's clock (chosen)."""
+
 
 class ProbeSeconds(NamedTuple):
     """Measured seconds of a probe (a small training job)."""
@@ -91,6 +101,20 @@ class ProbeSeconds(NamedTuple):
     """Share of the checks in which other processes slowed down the core. None without checks."""
     exchange_seconds: float | None = None
     """Seconds of NCCL kernels in one step; None on one GPU."""
+    mhz: float | None = None
+    """Mean clock of the multiprocessors during the timed steps; None without enough readings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyClock(PowerRates):
+    """Power of a GPU whose clock was read while a probe ran."""
+
+    share: float
+    """Measured clock as a share of the highest one, at most 1."""
+
+    def clock(self, seconds: Any, work: Sequence[Any]) -> Any:
+        """Return the measured clock for any step."""
+        return self.share
 
 
 MeasureSeconds = Callable[[Job, Recipe, int], ProbeSeconds]
@@ -152,6 +176,11 @@ class Calibration(JsonDocument):
     """Results of the probes (small measured jobs) from which the rates were corrected."""
     versions: Mapping[str, str]
     """Versions of the packages with which the probes were measured."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """Readings of power and host: seconds of the host by sort of repeated work, and clock, watts and
+    temperature of kernels."""
+    unmeasured: str = ""
+    """Reason why power or host prices were not measured; empty if they were."""
 
 
 def calibrate(
@@ -159,25 +188,54 @@ def calibrate(
     *,
     gpus: int = 1,
     measure_seconds: MeasureSeconds | None = None,
+    machine: Callable[[], Mapping[str, Any]] = measure_machine,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Measure the hardware rates of this GPU and its host while `gpus` GPUs work. Return them with each
     probe's seconds.
 
-    The correction starts from the package's rates, measured or scaled from the data sheet. Raises `GpuError`
-    when the GPU table lacks the necessary values.
+    The correction starts from the package's rates, measured or scaled from the data sheet. `machine` returns
+    the result of `machine_probe.py`. Raises `GpuError` when the GPU table lacks the necessary values.
     """
     rates = replace(packaged_rates(gpu), gpus=gpus)
+    tell("power and host")
+    found = machine()
+    rates, unmeasured = _with_power(rates, found)
+    prices = found.get("host", {}).get("prices", {})
+    has_prices = gpus == 1 and bool(prices and PACKAGED_PRICES)
+    if has_prices:
+        known = packaged_rates(find_gpu(REFERENCE)).host
+        rates = replace(rates, host=priced(known, prices, PACKAGED_PRICES), calibrated=True)
     runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_on(gpus), tell)
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)), gpus)
+    # Steps of whole models show the host only where its prices are not known.
+    chosen = tuple(probe for probe in chosen if probe.corrects != HOST or not has_prices)
     readings: list[ProbeReading] = []
     for run in runner.run_all(chosen):
         readings.append(_read(run, gpu, rates))
         rates = _correct(rates, readings)
     if any(reading.factor for reading in readings):
         source = f"calibrated with torch {installed_versions()['torch']}"
-        rates = replace(rates, source=source, measured=True)
-    return Calibration(gpus=gpus, rates=rates, readings=tuple(readings), versions=versions())
+        rates = replace(rates, source=source, measured=True, calibrated=True)
+    return Calibration(
+        gpus=gpus,
+        rates=rates,
+        readings=tuple(readings),
+        versions=versions(),
+        machine=found,
+        unmeasured=unmeasured,
+    )
+
+
+def _with_power(rates: Rates, found: Mapping[str, Any]) -> tuple[Rates, str]:
+    """Return the rates with the measured power, and the reason if it was not measured."""
+    known = rates.power or packaged_rates(find_gpu(REFERENCE)).power
+    if known is None or "power" not in found:
+        return rates, str(found.get("why", ""))
+    try:
+        return replace(rates, power=fit_power(found["power"]["rows"], known)), ""
+    except ValueError as missing:
+        return rates, str(missing)
 
 
 class _ProbeRun(NamedTuple):
@@ -244,6 +302,7 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
     `rates` are those corrected so far.
     """
     probe, trace, measured = run
+    rates = _at_measured_clock(rates, measured)
     predicted = step_seconds(trace, gpu, batch_size=probe.job.batch_size, rates=rates)
     reading = ProbeReading(
         probe=probe, predicted_seconds=predicted.step_seconds, measured_seconds=None, factor=None
@@ -273,6 +332,14 @@ def _read(run: _ProbeRun, gpu: Gpu, rates: Rates) -> ProbeReading:
         why=reason,
         disturbed=measured.disturbed,
     )
+
+
+def _at_measured_clock(rates: Rates, measured: ProbeSeconds | str) -> Rates:
+    """Return rates with the clock that was read while a probe ran; the same rates without a reading."""
+    if rates.power is None or isinstance(measured, str) or measured.mhz is None:
+        return rates
+    share = min(1.0, measured.mhz / rates.power.highest_mhz)
+    return replace(rates, power=SteadyClock(**asdict(rates.power), share=share))
 
 
 def _read_exchange(reading: ProbeReading, predicted: StepSeconds, measured: ProbeSeconds) -> ProbeReading:
@@ -317,10 +384,10 @@ def _seconds_of_rate(corrects: str, trace: Trace, rates: Rates, predicted: StepS
         return sum(
             launch_seconds(kernel, rates.host) for kernel in trace.kernels if kernel.operator in of_shards
         )
-    clock = KernelClock(rates)
+    queue = queue_of(trace, rates)
     seconds = {True: 0.0, False: 0.0}
-    for kernel in trace.kernels:
-        seconds[kernel.operator in MATRIX_PRODUCTS] += clock.seconds(kernel)
+    for kernel, on_device in zip(queue.kernels, queue.device, strict=True):
+        seconds[kernel.operator in MATRIX_PRODUCTS] += on_device
     return seconds[corrects != BANDWIDTH]
 
 
@@ -343,7 +410,9 @@ def _measure_on(gpus: int) -> MeasureSeconds:
             raise SnugfitError(
                 f"The probe's run ended with {run.outcome}: {run.message} Run snugfit calibrate again."
             )
-        return ProbeSeconds(run.timing.step_seconds, run.disturbed, run.fabric_seconds)
+        clock = run.clock
+        mhz = clock.mean_mhz if clock and clock.readings >= MIN_CLOCK_READINGS else None
+        return ProbeSeconds(run.timing.step_seconds, run.disturbed, run.fabric_seconds, mhz)
 
     return seconds
 

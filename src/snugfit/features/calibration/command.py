@@ -29,8 +29,8 @@ Gpus = Annotated[
 
 
 def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
-    """Measure hardware rates of this GPU and its host in a minute or two. Later predictions for it use
-    them.
+    """Measure power and rates of this GPU, and its host, in up to three minutes. Later predictions for
+    it use them.
     """
     name = gpu_here()
     if name is None:
@@ -56,6 +56,8 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
         show(_table(calibration.rates, calibration.readings))
         if sentence := sentence_about_others(calibration.readings):
             typer.echo(sentence)
+        if reason := calibration.unmeasured:
+            typer.echo(f"The power of this GPU was not measured: {reason}. The other rates are complete.")
         typer.echo(f"Written: {file}")
 
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -243,7 +244,7 @@ def _pace_of(timing: StepSeconds | None) -> Pace | None:
     seconds."""
     if timing is None:
         return None
-    return Pace(bound=timing.bound, measured_rates=timing.measured_rates, peak_seconds=timing.peak_seconds)
+    return Pace(**{field.name: getattr(timing, field.name) for field in fields(Pace)})
 
 
 def search(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.planning.plan import Choice, Plan
@@ -41,6 +42,9 @@ LEAST_GAIN = 0.005
 ALTERNATIVES = 2
 """Largest number of alternative recipes in the report."""
 
+MEASURE = "Measure"
+"""First word of the title of commands that compare predictions with a GPU."""
+
 CURES = 3
 """Largest number of changes in the report with which a step would fit."""
 
@@ -56,9 +60,14 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
         [] if plan.fits else ways_out(plan),
         [Facts(gains)] if (gains := tuple(_gains(plan))) else [],
         [Facts(rows)] if (rows := tuple(_alternatives(plan))) else [],
-        (Sentence(step, "command") for step in islice(next_steps(plan, configuration), 1)),
+        (Sentence(step, "command") for step in _commands(next_steps(plan, configuration))),
         _uncertain(plan, configuration),
     )
+
+
+def _commands(steps: Iterator[str]) -> list[str]:
+    """Return the first command, and those that measure."""
+    return [*islice(steps, 1), *filter(methodcaller("startswith", MEASURE), steps)]
 
 
 def verdict(plan: Plan, configuration: Configuration | None = None) -> Sentence:
@@ -178,7 +187,7 @@ def _mark(plan: Plan, choice: Choice) -> str:
 
 
 def _uncertain(plan: Plan, configuration: Configuration | None) -> Iterator[Sentence]:
-    doubts = (*([UNEQUAL] if plan.verified is False else []), *plan.doubts)
+    doubts = (*[UNEQUAL] * (plan.verified is False), *plan.doubts)
     if not doubts:
         return iter(())
     widest = doubts[0]

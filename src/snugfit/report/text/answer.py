@@ -121,8 +121,8 @@ def four_numbers(
     yield "GPU memory", f"{show_gib(needed)}{limit}{per_gpu}"
     yield "of which", ", ".join(f"{show_gib(size)} {label}" for size, label in parts if size)
     if speed and speed.step_seconds:
-        spread = f" ({spread})" if (spread := show_spread(speed)) else ""
-        yield f"{words.turn} time", f"about {roughly(speed.step_seconds)}{spread}"
+        spread = ", ".join(filter(None, (show_spread(speed), speed.assumption)))
+        yield f"{words.turn} time", f"about {roughly(speed.step_seconds)}{spread and f' ({spread})'}"
         yield "throughput", show_rates(speed, words)
 
 

@@ -18,6 +18,7 @@ from made_up_plans import planned
 from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.features.accuracy import verified_tables as report
+from snugfit.features.accuracy.plan_command import command_to_verify
 from snugfit.features.accuracy.predict_runs import PlannedRecipe
 from snugfit.features.accuracy.ranking import (
     RankAgreement,
@@ -28,8 +29,9 @@ from snugfit.features.accuracy.ranking import (
 )
 from snugfit.features.accuracy.verify import verify
 from snugfit.job.gpu import find_gpu
-from snugfit.planning.plan import Plan
+from snugfit.planning.plan import Pace, Plan
 from snugfit.prediction.rates import calibration_file
+from snugfit.report.plan import short
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques.recipe import Recipe
 from snugfit.units import GIB
@@ -228,3 +230,20 @@ def test_real_runs_on_the_cpu() -> None:
     assert found.order.pairs == 1
     assert found.gap is not None
     assert found.outside, "a CPU reports no bytes of a GPU"
+
+
+@pytest.mark.parametrize(
+    ("pace", "offered"),
+    [
+        (Pace(bound="host", measured_rates=True, peak_seconds=0.0), True),
+        (Pace(bound="host", measured_rates=True, peak_seconds=0.0, assumed_host=False), False),
+        (Pace(bound="tensor contractions", measured_rates=True, peak_seconds=0.0), False),
+        (Pace(bound="tensor contractions", measured_rates=False, peak_seconds=0.0), True),
+        (None, False),
+    ],
+)
+def test_a_plan_whose_seconds_are_assumed_offers_to_measure(pace: Pace | None, offered: bool) -> None:
+    plan = replace(planned(1, 40 * GIB), timing=pace)
+    command = command_to_verify(plan).get("Measure the best recipes on such a GPU", "")
+    assert command.endswith("--verify 3") is offered
+    assert ("--verify 3" in as_text(short.render(plan), width=200)) is offered

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from snugfit.features.calibration.calibrate import (
     MeasureSeconds,
     ProbeReading,
     ProbeSeconds,
+    SteadyClock,
     calibrate,
     probes,
 )
 from snugfit.features.calibration.command import sentence_about_others
 from snugfit.features.calibration.feature import CalibrationFeature
+from snugfit.features.calibration.host_probe import FIELDS, measure_prices
+from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.device import policy_for
@@ -95,6 +99,7 @@ def quiet(rates: Rates) -> MeasureSeconds:
 
 
 def rates_and_readings(*arguments: Any, **options: Any) -> tuple[Rates, tuple[ProbeReading, ...]]:
+    options.setdefault("machine", lambda: {"why": "invented"})
     calibration = calibrate(*arguments, **options)
     return calibration.rates, calibration.readings
 
@@ -158,6 +163,74 @@ def test_the_machine_that_is_known_changes_nothing() -> None:
     found, _ = rates_and_readings(GPU, measure_seconds=quiet(known))
     assert found.host.forward == pytest.approx(known.host.forward)
     assert found.products["bf16"] == known.products["bf16"]
+
+
+def power_rows() -> list[dict[str, Any]]:
+    """Return the rows of the recorded probes of an H200 that `snugfit calibrate` measures too."""
+    file = Path(__file__).parents[5] / "results" / "h200-2026-11-30" / "power.json"
+    kept = re.compile(r"wait|add|(half )?(bf16|fp16|tf32|fp32) (8192|4096) cubed|attention both")
+    return [row for row in json.loads(file.read_text())["rows"] if kept.match(row["name"])]
+
+
+def test_the_probes_of_power_give_the_constants_of_the_measured_gpu() -> None:
+    known = rates_for(GPU).power
+    assert known is not None
+    doubled = replace(
+        known,
+        limit_watts=350.0,
+        idle_watts=60.0,
+        byte_joules=2 * known.byte_joules,
+        flop_joules={kind: 2 * joules for kind, joules in known.flop_joules.items()},
+        elasticity=0.3,
+    )
+    found = fit_power(power_rows(), doubled)
+    assert found.limit_watts == pytest.approx(known.limit_watts, rel=0.02)
+    assert found.idle_watts == pytest.approx(known.idle_watts, rel=0.01)
+    assert found.byte_joules == pytest.approx(known.byte_joules, rel=0.02)
+    assert found.elasticity == pytest.approx(known.elasticity, abs=0.03)
+    assert found.flop_joules == pytest.approx(known.flop_joules, rel=0.11)
+    with pytest.raises(ValueError, match="the power of add and wait was not measured"):
+        fit_power([], known)
+
+
+def test_a_probe_at_the_power_limit_is_predicted_at_its_clock() -> None:
+    """The machine runs at 0.8 of the highest clock, where its rates are the known ones."""
+    known = rates_for(GPU)
+    assert known.power is not None
+    slow = replace(known, power=SteadyClock(**asdict(known.power), share=0.8))
+
+    def limited(job: Job, recipe: Recipe, _: int) -> ProbeSeconds:
+        return ProbeSeconds(machine(slow, job, recipe), 0.0, mhz=0.8 * 1980)
+
+    found, _ = rates_and_readings(
+        GPU, measure_seconds=limited, machine=lambda: {"power": {"rows": power_rows()}}
+    )
+    assert found.products["bf16"].flops == pytest.approx(known.products["bf16"].flops, rel=0.02)
+    assert found.power is not None
+    assert found.power.limit_watts == pytest.approx(known.power.limit_watts, rel=0.02)
+
+
+def test_prices_of_the_host_replace_its_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = dict.fromkeys(FIELDS, 1e-5)
+    monkeypatch.setattr("snugfit.features.calibration.calibrate.PACKAGED_PRICES", packaged)
+    known = rates_for(GPU)
+    prices = {name: 2e-5 if name == "backward" else 1e-5 for name in FIELDS if name != "program"}
+    found, readings = rates_and_readings(
+        GPU, measure_seconds=quiet(known), machine=lambda: {"host": {"prices": prices}}
+    )
+    assert found.host.backward == pytest.approx(2 * known.host.backward)
+    assert found.host.forward == pytest.approx(known.host.forward)
+    # Compiled programs failed, so they have the geometric mean of the other seven.
+    assert found.host.generated == pytest.approx(2 ** (1 / 7) * known.host.generated)
+    assert "host" not in {reading.probe.corrects for reading in readings}
+    assert found.calibrated
+
+
+def test_prices_are_measured_without_a_gpu_too() -> None:
+    measured = measure_prices("cpu", slices=2, compiled=False)
+    assert measured["prices"].keys() == FIELDS.keys() - {"program"}
+    assert all(seconds >= 0 for seconds in measured["prices"].values())
+    assert not measured["failed"]
 
 
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:

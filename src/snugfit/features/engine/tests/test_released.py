@@ -320,6 +320,16 @@ def updates_of_a_step(job: Job) -> int:
     return sum(kernel.operator == "triton::adamw_of_weight" for kernel in trace.kernels)
 
 
+def test_each_hook_on_a_gradient_takes_the_host_three_functions() -> None:
+    job = replace(small_job("bert", 1), clip=None)
+    setups = (Recipe.parse(recipe).setup() for recipe in ("sgd + released", "sgd"))
+    released, kept = (
+        sum(kernel.functions for kernel in rehearse(job, setup, CudaPolicy()).kernels) for setup in setups
+    )
+    assert kept == 0
+    assert released == 3 * updates_of_a_step(job)
+
+
 def test_a_weight_takes_two_bytes_less_and_a_second_pass_takes_its_time() -> None:
     job = replace(small_job("llama", 4, batch_size=1), clip=1.0)
     kept, released = (predict(job, f"bf16_master{more}", gpu="h200") for more in ("", " + released"))
