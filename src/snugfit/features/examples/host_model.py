@@ -18,18 +18,20 @@ DRAWS = (
 
 @contextlib.contextmanager
 def models_without_data() -> Iterator[None]:
-    """Context in which initial weights on the host are not drawn, and `Module.to` keeps a module's parameters.
+    """Context in which initial weights on the host are not drawn, and `Module.to` keeps its parameters.
 
-    No byte of the device depends on initial weights. Pages that nothing writes take no host memory, so a large
-    model needs none. From the host to `meta`, torch would create new parameters. Then an optimizer that
-    exists already, or a tied weight, would keep the old ones. CUDA keeps the parameters and replaces their
-    data, as `swap_tensors` does here.
+    No byte of the device depends on initial weights. A large model then needs no host memory, because pages
+    that nothing writes take none. From the host to `meta`, torch would create new parameters. An existing
+    optimizer or a tied weight would keep the old ones. CUDA keeps the parameters and replaces their data, as
+    `swap_tensors` does here.
     """
     future = torch.__future__
     before = future.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as undo:
         for name in DRAWS:
-            undo.enter_context(patch.object(torch.nn.init, name, _on_device_only(getattr(torch.nn.init, name))))
+            undo.enter_context(
+                patch.object(torch.nn.init, name, _on_device_only(getattr(torch.nn.init, name)))
+            )
         future.set_swap_module_params_on_conversion(True)
         undo.callback(future.set_swap_module_params_on_conversion, before)
         yield

@@ -29,9 +29,9 @@ def rehearse(
 ) -> Prediction:
     """Return the prediction of a training step of your own code, computed without a GPU.
 
-    `example(batch_size, device)` builds models, optimizers and data, and returns a function without arguments.
-    Each call of that function is one training step. Both parameters may be left out. `device` is `cuda`, and
-    the code may name CUDA devices itself. Raises `UsageError` for a function of another form, and
+    `example(batch_size, device)` builds models, optimizers and data, and returns a function without
+    arguments. Each call of that function is one training step. Both parameters may be left out. `device` is
+    `cuda`, and the code may name CUDA devices itself. Raises `UsageError` for a function of another form, and
     `RehearsalError` for code that fails on tensors without data.
     """
     from snugfit.prediction.predict import predict
