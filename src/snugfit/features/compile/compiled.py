@@ -42,8 +42,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from snugfit.errors import RecipeError
-from snugfit.features.compile.fields import COMPILE, CompileWish
-from snugfit.techniques.counterpart import Counterpart
+from snugfit.features.compile.fields import COMPILE, RECOMPILE_LIMIT, CompileWish
+from snugfit.techniques.counterpart import Counterpart, Setting
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -67,6 +67,17 @@ WAYS: tuple[tuple[str, dict[str, bool], dict[str, str]], ...] = (
 in this class."""
 
 
+CACHED_LAYERS = Counterpart(
+    arguments={
+        "torch_compile": False,
+        "layers.compile": True,
+        "layers.cache": True,
+        "layers.limit": Setting("limit"),
+    },
+    settings={"cache": True},
+)
+"""`compile()` of layers in a script that leaves `use_cache` on."""
+
 COMPILES = ("sdpa", "eager")
 """Names of attention implementations that were tested in compiled code."""
 
@@ -75,6 +86,10 @@ GRAPHS_MEASURED = (
     "were exact for gpt2, compiled layer by layer. They were within 0.7 % for a Llama and a BERT of 4 "
     "layers, compiled whole. snugfit measure shows yours."
 )
+
+
+MOST_PROGRAMS = 256
+"""Largest recompile limit that has an effect (`accumulated_recompile_limit` in `torch/_dynamo/config.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +102,17 @@ class Compiled(Technique):
     extra: ClassVar = "compile"
     source: ClassVar = "torch.nn.Module.compile; Ansel et al., ASPLOS 2024 (PyTorch 2)"
     elsewhere: ClassVar = ("compile", "torch_compile", "regional_compilation")
-    counterparts: ClassVar = tuple(
-        Counterpart(
-            arguments={**arguments, **({f"{prefix}_{name}": value} if name else {})},
-            settings={**settings, **({name: value} if name else {})},
-        )
-        for name, value in (("", ""), *OTHERS)
-        # Mode and backend are not combined, because only Inductor has modes.
-        for prefix, arguments, settings in WAYS
+    counterparts: ClassVar = (
+        CACHED_LAYERS,
+        *(
+            Counterpart(
+                arguments={**arguments, **({f"{prefix}_{name}": value} if name else {})},
+                settings={**settings, **({name: value} if name else {})},
+            )
+            for name, value in (("", ""), *OTHERS)
+            # Mode and backend are not combined, because only Inductor has modes.
+            for prefix, arguments, settings in WAYS
+        ),
     )
 
     what: Literal["layers", "model"] = "layers"
@@ -115,11 +133,32 @@ class Compiled(Technique):
     `torch_compile=True`, which takes more memory.
     """
 
+    cache: bool = False
+    """Layers fill a cache of keys and values, as in a script that leaves `model.config.use_cache` on. torch
+    then compiles each layer separately, and runs those beyond the limit uncompiled.
+    """
+
+    limit: int = RECOMPILE_LIMIT
+    """Programs that torch compiles for one function (`torch._dynamo.config.recompile_limit`); it counts for
+    layers with a cache.
+    """
+
     def __post_init__(self) -> None:
-        """Check the settings. Raises `RecipeError` for invalid values, a mode of a backend without modes, and
-        layers with autocast `within`.
+        """Check the settings. Raises `RecipeError` for invalid values, a mode of a backend without modes,
+        layers with autocast `within`, and a cache or a limit without meaning.
         """
         super().__post_init__()
+        if self.cache and (self.what == "model" or self._wish.records_graphs or self.backend != "inductor"):
+            raise RecipeError(
+                "compiled: cache is true, and only layers compiled by inductor without CUDA graphs are "
+                "simulated with a cache. Set model.config.use_cache = False in the script, and leave "
+                "cache=true out."
+            )
+        if not 1 <= self.limit <= MOST_PROGRAMS or (self.limit != RECOMPILE_LIMIT and not self.cache):
+            raise RecipeError(
+                f"compiled: limit is {self.limit}; it must be 1 to {MOST_PROGRAMS}, and needs cache=true. "
+                "Try 'compiled(cache=true, limit=64)', or leave it out."
+            )
         # Layers are compiled inside of the model's autocast in any case.
         if self.autocast == "within" and self.what == "layers":
             raise RecipeError(
@@ -236,10 +275,10 @@ class Compiled(Technique):
 
     def is_searched(self) -> bool:
         """Return True if plans search this technique: not if steps record CUDA graphs, since their second
-        step differs from later ones.
+        step differs from later ones. A cache only slows training, so it is not searched either.
         """
         # The first steps differ: kernel by kernel, then recorded as a CUDA graph, then replayed.
-        return not self._wish.records_graphs
+        return not self._wish.records_graphs and not self.cache
 
     def planned_without(self, job: Job, recipe: TechniqueBySlot) -> str:
         """Return why plans skip compilation with the recipe's attention (no such step was measured); empty if

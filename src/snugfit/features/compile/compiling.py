@@ -29,6 +29,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import RecipeError
+from snugfit.features.compile.fields import RECOMPILE_LIMIT
 from snugfit.features.compile.memory_budget import InductorWithin, plain_refusals
 from snugfit.step.checkpointing import layer_names, layer_stacks, without_cache
 
@@ -153,13 +154,33 @@ def compile_lines(job: Job, wish: CompileWish, *, trainer: bool) -> tuple[str, .
     arguments = ", ".join(f'{name}="{value}"' for name, value in compile_arguments(wish).items())
     if wish.is_one_program:
         return (*before, *_model_lines(wish, arguments, trainer=trainer))
+    without_cache = (
+        "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
+    )
     return (
         *before,
-        "model.config.use_cache = False  # layers that fill a cache would each get a program of its own",
+        *(() if wish.cache else without_cache),
+        *limit_lines(wish),
         "for layer in model.modules():",
         f"    if type(layer).__name__ in {layer_names(job)!r}:",
         f"        layer.compile({arguments})",
     )
+
+
+def limit_lines(wish: CompileWish) -> tuple[str, ...]:
+    """Return the Python lines that set torch's recompile limit; none for torch's default."""
+    if wish.limit == RECOMPILE_LIMIT:
+        return ()
+    return ("import torch._dynamo", "", f"torch._dynamo.config.recompile_limit = {wish.limit}")
+
+
+@contextlib.contextmanager
+def recompile_limit(limit: int) -> Iterator[None]:
+    """Context in which torch compiles at most `limit` programs for one function."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
 
 
 def _model_lines(wish: CompileWish, call_arguments: str, *, trainer: bool) -> tuple[str, ...]:
@@ -245,10 +266,12 @@ def autocast_begins(position: str) -> Iterator[None]:
 def _in_training(
     layer: torch.nn.Module, forward: Callable[..., Any], wish: CompileWish
 ) -> Callable[..., Any]:
-    """Return a replacement of a forward pass that runs compiled in training, if no key-value cache is used.
-    Evaluation, with batches of any length, runs uncompiled.
+    """Return a replacement of a forward pass that runs compiled in training, without a key-value cache unless
+    `wish` has one. Evaluation, with batches of any length, runs uncompiled.
     """
-    compiled = _without_cache(compiled_function(forward, wish))
+    compiled = compiled_function(forward, wish)
+    if not wish.cache:
+        compiled = _without_cache(compiled)
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:

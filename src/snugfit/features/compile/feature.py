@@ -40,11 +40,12 @@ class Compile(Feature):
         """Return a context in which Inductor's programs for the simulated device run on tensors
         without data.
         """
-        if COMPILE.of(setup) is None:
+        wish = COMPILE.of(setup)
+        if wish is None:
             return nullcontext()
         from snugfit.features.compile.simulation.layers import compiled_layers
 
-        return compiled_layers(policy, recorder, notes)
+        return compiled_layers(policy, recorder, notes, wish)
 
     def treats_layers_alike(self, setup: Setup) -> bool:
         """Return True if all compiled layers have equal memory and kernels: with torch.compile's defaults,

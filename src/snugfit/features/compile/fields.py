@@ -10,6 +10,11 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of Inductor that record CUDA graphs (`torch._inductor.list_mode_options`)."""
 
 
+RECOMPILE_LIMIT = 8
+"""Programs that torch 2.11 to 2.15 compile for one function (`recompile_limit` in `torch/_dynamo/config.py`).
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileWish:
     """Settings of compilation: the compiled parts of the model, and the options of `torch.compile` (field
@@ -36,6 +41,14 @@ class CompileWish:
     computes the rest again.
     """
 
+    cache: bool = False
+    """Compiled layers receive the model's cache of keys and values, as in a script that leaves
+    `model.config.use_cache` on. torch then compiles each layer separately.
+    """
+
+    limit: int = RECOMPILE_LIMIT
+    """Number of programs that torch compiles for one function (`torch._dynamo.config.recompile_limit`)."""
+
     @property
     def is_one_program(self) -> bool:
         """Return True if the whole model is compiled as one program, rather than layer by layer."""
@@ -49,10 +62,10 @@ class CompileWish:
     @property
     def compiles_layers_alike(self) -> bool:
         """Return True if all layers compile to equal code: `torch.compile` has its defaults, and no memory
-        budget spans all layers.
+        budget spans all layers. With a cache, layers beyond the limit run uncompiled.
         """
         has_defaults = (self.backend, self.mode) == ("inductor", "default")
-        return has_defaults and not (self.is_one_program and self.has_budget)
+        return has_defaults and not self.cache and not (self.is_one_program and self.has_budget)
 
     @property
     def has_budget(self) -> bool:

@@ -13,6 +13,7 @@ from snugfit.features.compile.compiling import (
     compile_evaluated,
     compile_lines,
     compile_parts,
+    recompile_limit,
     run_as_written,
     whole_files,
     whole_layers,
@@ -35,9 +36,11 @@ class CompileHandler(Handler):
 
     def around_run(self, value: CompileWish) -> Context | None:
         """Return a context in which layers stay whole within DDP, and in which a killed compiler leaves no
-        partial files for later runs.
+        partial files for later runs. Layers with a cache have torch's recompile limit in it.
         """
-        return partial(all_of, [whole_layers, *([whole_files] if value.backend == "inductor" else [])])
+        limited = partial(recompile_limit, value.limit)
+        files = [whole_files] if value.backend == "inductor" else []
+        return partial(all_of, [whole_layers, *files, *([limited] if value.cache else [])])
 
     def wrap(self, value: CompileWish, model: Any) -> None:
         """Compile the model's layers, or the whole model, in place."""

@@ -38,6 +38,8 @@ class WatchResult:
         """
         self.thread_share: float | None = None
         """Share of time in which the block's thread computed, rather than waited."""
+        self.uncompiled_calls = 0
+        """Calls in the block that `torch.compile` ran uncompiled, at its recompile limit."""
         self.gpus: tuple[WatchedGpu, ...] = ()
         self.without_gpu: str | None = None
         """Reason why no GPU was watched."""
@@ -62,7 +64,10 @@ class WatchResult:
     @property
     def advice(self) -> tuple[str, ...]:
         """Suggested changes to the code, and the limits of the measurements; empty while the block runs."""
-        return () if self.seconds is None else tuple(advice_on(self.gpus, self.thread_share))
+        if self.seconds is None:
+            return ()
+        compiled = (BEYOND_LIMIT,) if self.uncompiled_calls else ()
+        return *compiled, *advice_on(self.gpus, self.thread_share)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield the measured values of the block as pairs of a label and a text."""
@@ -145,6 +150,13 @@ def _gpu_lines(gpu: WatchedGpu) -> Iterator[tuple[str, str]]:
 
 # ---- advice -----------------------------------------------------------------------------------------------
 
+
+BEYOND_LIMIT = (
+    "torch.compile reached torch._dynamo.config.recompile_limit and ran further variants of a function "
+    "uncompiled, which takes more memory and time. For layers that fill a cache, set "
+    "model.config.use_cache = False. "
+    "For other variants, raise the limit."
+)
 
 FULL_SHARE = 0.95
 """Share of the GPU's memory above which a longer batch may not fit (chosen)."""

@@ -116,6 +116,7 @@ class Watch:
                 self._cuda.synchronize(index)
                 self._cuda.reset_peak_memory_stats(index)
                 self._retries[index] = self._cuda.memory_stats(index).get("num_alloc_retries", 0)
+        self._uncompiled = uncompiled_calls()
         self._thread, self._computed = threading.get_ident(), time.thread_time()
         self._began = time.perf_counter()
         return self._result
@@ -137,6 +138,7 @@ class Watch:
                 watched.sampler.count()
         # Computing the results needs NVML, so it is closed afterwards.
         self._result.gpus, self._result.host_bytes = self.readings(fault)
+        self._result.uncompiled_calls = uncompiled_calls() - self._uncompiled
         self._open.close()
 
     def readings(self, fault: str | None = None) -> tuple[tuple[WatchedGpu, ...], int | None]:
@@ -241,6 +243,18 @@ def _cuda() -> Any:
     """
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.version.cuda is not None else None
+
+
+def uncompiled_calls() -> int:
+    """Return the number of calls in this process that `torch.compile` ran uncompiled at its recompile limit.
+
+    Dynamo counts them by their message (`torch._dynamo.utils.counters`).
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return 0
+    reasons = utils.counters["unimplemented"].items()
+    return sum(count for reason, count in reasons if "recompile limit exceeded" in str(reason))
 
 
 def watch(*, samples: int | None = None, gpus: Sequence[int] | None = None) -> Watch:

@@ -23,6 +23,7 @@ from unittest.mock import patch
 from snugfit.errors import RehearsalError
 from snugfit.features.compile import compiling
 from snugfit.features.compile.memory_budget import plain_refusals, within_budget
+from snugfit.features.compile.simulation.caches import BEYOND_LIMIT, layers_with_cache
 from snugfit.features.compile.simulation.decisions import Decisions, noted_decisions
 from snugfit.features.compile.simulation.graph_trees import GraphFunction, GraphTrees
 from snugfit.features.compile.simulation.joint_passes import joint_passes_for
@@ -112,6 +113,7 @@ class Compiler:
         """Return this layer's compiled forward pass, or the original one for a backend that is not
         simulated."""
         import torch._dynamo
+        from torch._dynamo.exc import FailOnRecompileLimitHit
         from torch._dynamo.utils import counters
 
         if wish.backend != "inductor":
@@ -128,8 +130,13 @@ class Compiler:
             before, kernels = self._run, len(self._recorder.kernels)
             breaks = counters["graph_break"].copy()
             self._trees.begin_call()
-            with self._real_surroundings(), plain_refusals():
-                out = compiled(*arguments, **keywords)
+            try:
+                with self._real_surroundings(), plain_refusals():
+                    out = compiled(*arguments, **keywords)
+            except FailOnRecompileLimitHit:
+                # A real step runs this layer uncompiled. Here Dynamo raises, and nothing has run yet.
+                self._recorder.warn(BEYOND_LIMIT.format(limit=wish.limit))
+                return forward(*arguments, **keywords)
             # If another dispatch mode is active, Dynamo runs the code uncompiled without an error.
             if self._run == before:
                 raise RehearsalError(NOT_COMPILED.format(name=name))
@@ -397,10 +404,12 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> Iterator[None]:
+def compiled_layers(
+    policy: Policy, recorder: Recorder, notes: PolicyNotes, wish: CompileWish
+) -> Iterator[None]:
     """Context in which a Setup's compiled layers are compiled for the simulated device.
 
-    The recorder receives their memory and kernels.
+    The recorder receives their memory and kernels. Layers with a cache have torch's recompile limit.
     """
     import torch
     import torch._dynamo
@@ -411,9 +420,10 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
     compiler = Compiler(policy, recorder, notes, eval_frame._callback_from_stance)
     nothing_else_compiles = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # as in a plan search
     # Nothing else is compiled in such a worker, so Dynamo's traces for the same policy stay valid.
-    if not (nothing_else_compiles and [policy] == _TRACED_POLICY):
+    # A limit counts the programs of one run, so earlier ones are dropped.
+    if wish.cache or not (nothing_else_compiles and [policy] == _TRACED_POLICY):
         torch._dynamo.reset()
-        _TRACED_POLICY[:] = [policy]
+        _TRACED_POLICY[:] = [] if wish.cache else [policy]
     # torch caches the kernel of each operator in traced graphs, but the simulation overrides kernels.
     clear_traced_kernels()
     _CURRENT_COMPILER.append(compiler)
@@ -429,6 +439,7 @@ def compiled_layers(policy: Policy, recorder: Recorder, notes: PolicyNotes) -> I
             torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=MAX_COMPILATIONS),
             torch._dynamo.config.patch(accumulated_recompile_limit=MAX_COMPILATIONS),
             compiling.whole_layers(),
+            layers_with_cache(wish.limit) if wish.cache else contextlib.nullcontext(),
         ):
             yield
     finally:

@@ -15,6 +15,7 @@ from snugfit.errors import UsageError
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.dialect import dialect, words_of
+from snugfit.features.exchange.python.compiled_layers import cache_of_layers, is_limit
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
 from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
 from snugfit.features.exchange.python.objects import (
@@ -132,6 +133,7 @@ class _Meaning:
             self._read_event(event)
         if isinstance(main, Record):
             self._note_options(main)
+        script.arguments |= cache_of_layers(self.done, script.dialect, script.arguments)
         script.arguments |= self.frozen.settings()
         if self.frozen.trains_nothing:
             line, text = self.frozen.whole[0]
@@ -516,6 +518,8 @@ class _Meaning:
                 return {"tf32": one.value in (True, "tf32")}
             if one.name == "activation_memory_budget":
                 return {"functorch.activation_memory_budget": self.value(one.value)}
+        if is_limit(one):
+            return {}
         if one.name == "requires_grad" and kind_of(target) == PART:
             return self._freeze(one, one.value)
         return None

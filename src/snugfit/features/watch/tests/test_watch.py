@@ -283,3 +283,22 @@ def test_watching_imports_no_torch() -> None:
     code = f"{block}\nimport sys; assert 'torch' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("variants", [2, 3])
+def test_functions_that_run_uncompiled_at_the_recompile_limit_are_named(variants: int) -> None:
+    import torch
+    import torch._dynamo
+
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", dynamic=False)
+    def add(tensor: torch.Tensor, number: str) -> torch.Tensor:
+        return tensor + len(number)
+
+    with torch._dynamo.config.patch(recompile_limit=2), watch() as seen:
+        for variant in range(variants):
+            add(torch.ones(2), "x" * variant)
+    assert any("recompile_limit" in sentence for sentence in seen.advice) == (variants > 2)
+    torch._dynamo.reset()
