@@ -49,7 +49,7 @@ def run_of(
     folder: str,
     *,
     job: str = "bert",
-    layers: int = 2,
+    layers: int = 1,
     recipe: str = "plain",
     samples: int = 25,
     dropout: bool = False,
