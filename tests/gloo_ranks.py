@@ -24,17 +24,18 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aligned import Event, compare, peak
 from clean_forks import forks_of
+from rank_events import to_last_birth, unheard, without_own
 
 if TYPE_CHECKING:
     import torch
 
-    from aligned import Event
     from snugfit.job.job import Job
     from snugfit.techniques.setup import Setup
 
@@ -57,27 +58,67 @@ class Ran(NamedTuple):
 
 
 def run_ranks(
-    ranks: int, cases: Sequence[Case], loop: str = "plain", *, within: str = "", warm: str = "many_ranks"
+    ranks: int,
+    cases: Sequence[Case],
+    loop: str = "plain",
+    *,
+    within: str = "",
+    warm: str = "many_ranks",
+    trains: bool = True,
 ) -> list[list[Ran]]:
     """Run each case on so many ranks in this loop and return the results of each rank. `within` is the import
-    path (`module:name`) of a context manager. The module `warm` imports the dependencies of the ranks."""
+    path (`module:name`) of a context manager. The module `warm` imports the dependencies of the ranks.
+    Without `trains`, there is no second run, and no losses."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
         forks = forks_of(warm)
-        started = [forks.start(one_rank, name, loop, ranks, within, rank) for rank in range(ranks)]
+        started = [forks.start(one_rank, name, loop, ranks, within, trains, rank) for rank in range(ranks)]
         failed = [rank for rank, one in enumerate(started) if forks.ended(one, TIME_LIMIT)]
         assert not failed, "\n".join((folder / f"said{rank}").read_text() for rank in failed)
         read = [pickle.loads((folder / f"ran{rank}").read_bytes()) for rank in range(ranks)]
         return [[Ran(*one) for one in of_rank] for of_rank in read]
 
 
-def one_rank(folder: str, loop: str, ranks: int, within: str, rank: int) -> int:
+def by_case(
+    cases: Sequence[tuple[str, str]], ran: Sequence[Sequence[Ran]]
+) -> dict[tuple[str, str, int], Ran]:
+    """Return the results by family, recipe and rank."""
+    return {
+        (*case, rank): result
+        for rank, of_rank in enumerate(ran)
+        for case, result in zip(cases, of_rank, strict=True)
+    }
+
+
+def assert_same_account(
+    account: Sequence[Event],
+    trace: Sequence[Event],
+    about: str,
+    *,
+    kept: Callable[[Sequence[Event]], Sequence[Event]] = list,
+    sizes: Collection[int] = (),
+) -> None:
+    """Assert law 1 (real and simulated allocations are equal) for a rank, for the events that `kept` returns.
+    Exchanged tensors may have these `sizes`."""
+    account, trace = kept(without_own(account)), kept(without_own(trace))
+    account = unheard(account, trace, sizes)
+    comparison = compare(to_last_birth(account), to_last_birth(trace))
+    assert comparison.similarity == 1.0, f"{about}: {comparison}"
+    assert peak(account) == peak(trace)
+
+
+def in_steps(events: Sequence[Event]) -> list[Event]:
+    """Return the events after the build."""
+    return [event for event in events if event.step >= 0]
+
+
+def one_rank(folder: str, loop: str, ranks: int, within: str, trains: bool, rank: int) -> int:
     """Run a rank in a fork. Write its error at once, because the remaining ranks wait for a failed one until
     they are ended."""
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     try:
-        run_rank(Path(folder), loop, ranks, within, rank)
+        run_rank(Path(folder), loop, ranks, within, trains, rank)
     except Exception:
         (Path(folder) / f"said{rank}").write_text(traceback.format_exc())
         return 1
@@ -112,7 +153,7 @@ def trained(job: Job, setup: Setup, loop: str = "plain") -> tuple[list[float], d
     return losses, weights
 
 
-def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> None:
+def run_rank(folder: Path, loop: str, ranks: int, within: str, trains: bool, rank: int) -> None:
     """Run all cases in one process and write the results."""
     import torch.distributed as dist
 
@@ -136,7 +177,8 @@ def run_rank(folder: Path, loop: str, ranks: int, within: str, rank: int) -> Non
             account = reports(part, setup, loop=loop)
             # stages have different numbers of weights, which are gathered for the comparison
             FOLLOWED[0] = False
-            ran.append((account, *trained(part, setup, loop), frozenset(EXCHANGED)))
+            outcome = trained(part, setup, loop) if trains else ([], {})
+            ran.append((account, *outcome, frozenset(EXCHANGED)))
             dist.barrier()
             FOLLOWED[0] = True
     (folder / f"ran{rank}").write_bytes(pickle.dumps(ran))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,7 +51,7 @@ def run_of(
     folder: str,
     *,
     job: str = "bert",
-    layers: int = 2,
+    layers: int = 1,
     recipe: str = "plain",
     samples: int = 25,
     dropout: bool = False,
@@ -298,6 +300,9 @@ def warm() -> None:
     from snugfit.features.kernels.without_padding import flash_attn  # noqa: F401
     from snugfit.features.offload import activations  # noqa: F401
 
+    if importlib.util.find_spec("deepspeed"):  # accelerate imports it for the first checkpoint
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module("deepspeed")
     roster.techniques()
     for family in NO_DROPOUT:
         small_job(family, 1)

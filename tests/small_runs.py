@@ -1,4 +1,4 @@
-"""Small runs of training: a BERT of two layers with dropout, on rows of numbers, on the CPU."""
+"""Small runs of training: a BERT of one layer with dropout, on rows of numbers, on the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows(count: int, *, vocabulary: int = 96, seed: int = 0) -> list[dict[str, A
 
 
 def bert_job(batch_size: int = 4, **more: Any) -> Job:
-    return replace(small_job("bert", 2), batch_size=batch_size, sequence_length=16, **more)
+    return replace(small_job("bert", 1), batch_size=batch_size, sequence_length=16, **more)
 
 
 def small_run(

@@ -16,14 +16,11 @@ from typing import Any
 import pytest
 import torch
 from test_ranks import case, rehearsed
-from test_ranks_elsewhere import in_steps
 
-from aligned import compare, peak
 from clean_forks import Forks, forks_of
 from deepspeed_here import with_deepspeed
-from gloo_ranks import Ran, run_ranks
+from gloo_ranks import Ran, assert_same_account, by_case, in_steps, run_ranks
 from many_ranks import LAST, run_of, trained, weights_in
-from rank_events import to_last_birth, unheard, without_own
 from small_models import small_job
 from small_runs import events, losses
 from snugfit.errors import SnugfitError, UsageError
@@ -56,25 +53,16 @@ CASES = few_of(CASES, [one for one in CASES if one not in COVERING])
 @functools.cache
 def real() -> dict[tuple[str, str, int], Ran]:
     """Start two ranks once, and return the results of each case and rank."""
-    ran = run_ranks(2, [case(*one) for one in CASES])
-    return {
-        (*one, rank): what
-        for rank, of_rank in enumerate(ran)
-        for one, what in zip(CASES, of_rank, strict=True)
-    }
+    return by_case(CASES, run_ranks(2, [case(*one) for one in CASES], trains=False))
 
 
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe: str) -> None:
     """The CPU quantizes weights with temporaries of its own, so these are compared after their build."""
     for rank in range(2):
-        trace = without_own(rehearsed(2, family, recipe, rank))
-        account = unheard(without_own(real()[family, recipe, rank].account), trace)
-        if "qlora" in recipe:
-            account, trace = in_steps(account), in_steps(trace)
-        comparison = compare(to_last_birth(account), to_last_birth(trace))
-        assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank}: {comparison}"
-        assert peak(account) == peak(trace)
+        account, trace = real()[family, recipe, rank].account, rehearsed(2, family, recipe, rank)
+        kept = in_steps if "qlora" in recipe else list
+        assert_same_account(account, trace, f"{family}, {recipe}, rank {rank}", kept=kept)
 
 
 # ---- training --------------------------------------------------------------------------------------------

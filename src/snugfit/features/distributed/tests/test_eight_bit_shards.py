@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from test_ranks import case, rehearsed
 
-from aligned import compare, peak
 from clean_forks import Forks, forks_of
-from gloo_ranks import Ran, run_ranks
+from gloo_ranks import Ran, assert_same_account, by_case, run_ranks
 from many_ranks import LAST, run_of, trained, weights_in
-from rank_events import to_last_birth, unheard, without_own
+from rank_events import without_own
 from small_models import small_job
 from small_runs import losses
 from snugfit.errors import RecipeError, SnugfitError, UsageError
@@ -44,12 +43,7 @@ CASES = few_of(CASES, [one for one in CASES if one not in (CASES[0], CASES[4])])
 @functools.cache
 def real() -> dict[tuple[str, str, int], Ran]:
     """Start two ranks once, and return the results of each case and rank."""
-    ran = run_ranks(2, [case(*one) for one in CASES])
-    return {
-        (*one, rank): what
-        for rank, of_rank in enumerate(ran)
-        for one, what in zip(CASES, of_rank, strict=True)
-    }
+    return by_case(CASES, run_ranks(2, [case(*one) for one in CASES], trains=False))
 
 
 @pytest.mark.parametrize(("family", "recipe"), CASES)
@@ -74,10 +68,7 @@ def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe:
             if one.block not in books
             and not any(name.startswith("bitsandbytes::optimizer_update") for name in one.operators)
         ]
-        account = unheard(account, trace)
-        comparison = compare(to_last_birth(account), to_last_birth(trace))
-        assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank}: {comparison}"
-        assert peak(account) == peak(trace)
+        assert_same_account(account, trace, f"{family}, {recipe}, rank {rank}")
 
 
 # ---- training --------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from aligned import Event, compare, peak
-from gloo_ranks import Case, Ran, losses_of, run_ranks
-from rank_events import to_last_birth, unheard, without_own
+from gloo_ranks import Case, Ran, assert_same_account, by_case, losses_of, run_ranks
+from rank_events import unheard, without_own
 from reported import foreseen
 from small_models import small_job
 from snugfit.errors import RecipeError
@@ -105,12 +105,7 @@ def case(family: str, recipe: str) -> Case:
 def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
     """Start this number of ranks once, and return the results of each case and rank."""
     cases = TWO if ranks == 2 else FOUR
-    ran = run_ranks(ranks, [case(*one) for one in cases])
-    return {
-        (*one, rank): what
-        for rank, of_rank in enumerate(ran)
-        for one, what in zip(cases, of_rank, strict=True)
-    }
+    return by_case(cases, run_ranks(ranks, [case(*one) for one in cases]))
 
 
 def rehearsed(ranks: int, family: str, recipe: str, rank: int = 0) -> list[Event]:
@@ -121,11 +116,8 @@ def rehearsed(ranks: int, family: str, recipe: str, rank: int = 0) -> list[Event
 
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
     """Assert law 1 (real and simulated allocations are equal) for one of this number of ranks."""
-    trace = without_own(rehearsed(ranks, family, recipe, rank))
-    account = unheard(without_own(real(ranks)[family, recipe, rank].account), trace)
-    comparison = compare(to_last_birth(account), to_last_birth(trace))
-    assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank} of {ranks}: {comparison}"
-    assert peak(account) == peak(trace)
+    account, trace = real(ranks)[family, recipe, rank].account, rehearsed(ranks, family, recipe, rank)
+    assert_same_account(account, trace, f"{family}, {recipe}, rank {rank} of {ranks}")
 
 
 @pytest.mark.whole

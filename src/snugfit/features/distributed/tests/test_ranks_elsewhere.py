@@ -22,9 +22,9 @@ import pytest
 import torch
 from test_ranks import case
 
-from aligned import Event, compare, peak
-from gloo_ranks import Case, Ran, losses_of, run_ranks
-from rank_events import to_last_birth, unheard, without_own
+from aligned import Event, compare
+from gloo_ranks import Case, Ran, assert_same_account, by_case, in_steps, losses_of, run_ranks
+from rank_events import without_own
 from reported import foreseen
 from snugfit.errors import UsageError
 from snugfit.features.distributed.simulate.ranks import process_group
@@ -82,22 +82,13 @@ def clipped(family: str, recipe: str) -> Case:
 def real(loop: str, ranks: int) -> dict[tuple[str, str, int], Ran]:
     """Start this number of ranks once for a loop, and return the results of each case and rank."""
     cases = TWO[loop] if ranks == 2 else (FOUR,)
-    ran = run_ranks(ranks, [clipped(*one) for one in cases], loop)
-    return {
-        (*one, rank): what
-        for rank, of_rank in enumerate(ran)
-        for one, what in zip(cases, of_rank, strict=True)
-    }
+    return by_case(cases, run_ranks(ranks, [clipped(*one) for one in cases], loop))
 
 
 def trace_of(loop: str, ranks: int, family: str, recipe: str, rank: int = 0) -> Trace:
     job, _ = clipped(family, recipe)
     setup = on_gpus(Recipe.parse(recipe).setup(), ranks)
     return rehearse(job_of_rank(job, setup), setup, CpuPolicy(), loop=loop, rank=rank)
-
-
-def in_steps(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event.step >= 0]
 
 
 def stands_before(events: Sequence[Event]) -> int:
@@ -117,10 +108,7 @@ def hold(loop: str, ranks: int, family: str, recipe: str, rank: int) -> None:
     account = without_own(real(loop, ranks)[family, recipe, rank].account)
     trace = without_own(foreseen(trace_of(loop, ranks, family, recipe, rank)))
     assert stands_before(account) == stands_before(trace)
-    steps = unheard(in_steps(account), in_steps(trace))
-    comparison = compare(to_last_birth(steps), to_last_birth(in_steps(trace)))
-    assert comparison.similarity == 1.0, f"{loop}, {family}, {recipe}, rank {rank}: {comparison}"
-    assert peak(steps) == peak(in_steps(trace))
+    assert_same_account(account, trace, f"{loop}, {family}, {recipe}, rank {rank}", kept=in_steps)
 
 
 @pytest.mark.whole

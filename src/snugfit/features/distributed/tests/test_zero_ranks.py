@@ -15,11 +15,11 @@ from dataclasses import replace
 import pytest
 from test_ranks import BATCH, case, rehearsed
 
-from aligned import Event, compare, peak
+from aligned import Event, compare
 from deepspeed_here import with_deepspeed
 from forked_children import forked_children
-from gloo_ranks import Ran, losses_of, run_ranks
-from rank_events import to_last_birth, unheard, without_own
+from gloo_ranks import Ran, assert_same_account, by_case, losses_of, run_ranks
+from rank_events import unheard, without_own
 from snugfit.errors import UsageError
 from snugfit.features.distributed.engine.config import engine_config
 from snugfit.features.distributed.price.evidence import evidence
@@ -68,12 +68,7 @@ def real(ranks: int) -> dict[tuple[str, str, int], Ran]:
     """Start this number of ranks once, and return the results of each case and rank."""
     cases = TWO if ranks == 2 else FOUR
     how = {"within": "zero_ranks_warm:few_weights_live", "warm": "zero_ranks_warm"}
-    ran = run_ranks(ranks, [case(*one) for one in cases], **how)
-    return {
-        (*one, rank): what
-        for rank, of_rank in enumerate(ran)
-        for one, what in zip(cases, of_rank, strict=True)
-    }
+    return by_case(cases, run_ranks(ranks, [case(*one) for one in cases], **how))
 
 
 def of_steps(events: Sequence[Event]) -> list[Event]:
@@ -85,12 +80,9 @@ def of_steps(events: Sequence[Event]) -> list[Event]:
 def hold(ranks: int, family: str, recipe: str, rank: int) -> None:
     """Assert law 1 (real and simulated allocations are equal) for one of this number of ranks."""
     with few_weights_live():
-        trace = of_steps(without_own(rehearsed(ranks, family, recipe, rank)))
-    ran = real(ranks)[family, recipe, rank]
-    account = unheard(of_steps(without_own(ran.account)), trace, ran.exchanged)
-    comparison = compare(to_last_birth(account), to_last_birth(trace))
-    assert comparison.similarity == 1.0, f"{family}, {recipe}, rank {rank} of {ranks}: {comparison}"
-    assert peak(account) == peak(trace)
+        trace = rehearsed(ranks, family, recipe, rank)
+    ran, about = real(ranks)[family, recipe, rank], f"{family}, {recipe}, rank {rank} of {ranks}"
+    assert_same_account(ran.account, trace, about, kept=of_steps, sizes=ran.exchanged)
 
 
 @with_deepspeed

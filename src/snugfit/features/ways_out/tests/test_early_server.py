@@ -35,7 +35,7 @@ test_early_server.evaluate_in_copies()
 
 
 def evaluate_in_copies() -> None:
-    """Compare the bytes that two workers of a copied fork server compute with those of a prediction."""
+    """Compare what two workers of a copied fork server compute with predictions."""
     early_server.NVIDIA_DRIVER = "/no/such/file"
     job, gpu = small_job("gpt2", 2), find_gpu("t4")
     early_server.start_as_copy(job, 2)
@@ -48,7 +48,10 @@ def evaluate_in_copies() -> None:
         setups = [Recipe.parse(text).setup() for text in ("plain", "bf16")]
         asked = [Question(number, "evaluate", ([setup],)) for number, setup in enumerate(setups)]
         found = {number: answer[0][0].needed_bytes for number, answer in pool.answers_to(asked)}
-    assert found == {n: predict(job, text, gpu=gpu).needed_bytes for n, text in enumerate(("plain", "bf16"))}
+        [(_, whole)] = pool.answers_to([Question(0, "predict", (Recipe(), {"memory_bytes": 1 << 30}))])
+    predicted = [predict(job, text, gpu=gpu) for text in ("plain", "bf16")]
+    assert found == {number: one.needed_bytes for number, one in enumerate(predicted)}
+    assert (whole.needed_bytes, whole.memory_bytes) == (predicted[0].needed_bytes, 1 << 30)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the fork server is copied on Linux only")

@@ -46,6 +46,12 @@ NEAR = (
 # ---- the search --------------------------------------------------------------------------------------------
 
 JOBS: dict[str, tuple[Job, str, str, float]] = {
+    "two techniques together": (
+        small_job("llama", 1, {"vocab_size": 32000, "hidden_size": 512}, batch_size=4, sequence_length=256),
+        "plain",
+        "h200",
+        0.75,
+    ),
     "half a decoder's activations": (
         small_job("llama", 4, {"vocab_size": 32000, "hidden_size": 512}, batch_size=8, sequence_length=256),
         "plain",
@@ -53,7 +59,7 @@ JOBS: dict[str, tuple[Job, str, str, float]] = {
         0.8,
     ),
     "named techniques": (
-        small_job("gpt2", 3, {"vocab_size": 32000, "n_embd": 512, "n_positions": 256},
+        small_job("gpt2", 2, {"vocab_size": 32000, "n_embd": 512, "n_positions": 256},
                   batch_size=8, sequence_length=256),
         "bf16 + adamw_fused",
         "rtx4090",
@@ -114,7 +120,7 @@ def test_changes_of_another_loop_have_its_figures() -> None:
     job, text, gpu, share = JOBS["named techniques"]
     asked = predict(job, text, gpu=gpu, loop="accelerate")
     limit = int(asked.needed_bytes * share)
-    found = ways_out(replace(asked, memory_bytes=limit), workers=2)
+    found = ways_out(replace(asked, memory_bytes=limit))
     assert found.ways
     for one in found.ways:
         again = predict(job, one.recipe, gpu=gpu, memory_bytes=limit, loop="accelerate")
