@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from made_up import EVIL, job, measurement, prediction, timing
+from made_up import EVIL, footprint, job, measurement, prediction, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
+from snugfit.comparison.compare import error_lines
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
@@ -278,3 +279,14 @@ def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
     assert "fits, 8.2 GiB free" in plain[0]
     assert "\x1b" not in plain[0]
     assert capsys.readouterr() == ("", "")
+
+
+def test_managed_memory_and_buffers_count_as_context() -> None:
+    plain = footprint()
+    lines = {
+        line.figure: line
+        for line in error_lines(replace(plain, managed_bytes=500, communication_bytes=30), plain)
+    }
+    context = lines["context_bytes"]
+    assert (context.predicted, context.measured) == (plain.context_bytes + 530, plain.context_bytes)
+    assert lines["reserved_bytes"].predicted == plain.reserved_bytes
