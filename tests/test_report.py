@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from made_up import EVIL, footprint, job, measurement, prediction, timing
+from made_up import EVIL, footprint, job, measurement, prediction, timed, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
 from snugfit.comparison.compare import error_lines
 from snugfit.comparison.recipes import RecipeComparison
@@ -144,6 +144,7 @@ def test_a_measurement_tells_how_far_it_can_be_trusted() -> None:
 def test_gpus_and_techniques_are_all_listed() -> None:
     text = as_text(gpus.render(all_gpus()), width=200)
     assert all(gpu.key in text for gpu in all_gpus())
+    assert all(f"{gpu.bandwidth / 1e9:,.0f}" in text for gpu in all_gpus() if gpu.bandwidth)
     one = as_text(gpus.render_one(find_gpu("h200")), width=200)
     assert "NVIDIA H200" in one
     listed = as_text(techniques.render(roster()), width=200)
@@ -290,3 +291,12 @@ def test_managed_memory_and_buffers_count_as_context() -> None:
     context = lines["context_bytes"]
     assert (context.predicted, context.measured) == (plain.context_bytes + 530, plain.context_bytes)
     assert lines["reserved_bytes"].predicted == plain.reserved_bytes
+
+
+def test_only_a_step_with_collectives_has_a_scaling_efficiency() -> None:
+    alone = timed(prediction()).timing
+    assert alone is not None
+    assert (alone.communication_seconds, alone.scaling_efficiency) == (0, None)
+    step = alone.step_seconds
+    several = replace(alone, communication_seconds=step / 2, exposed_communication_seconds=step / 4)
+    assert several.scaling_efficiency == pytest.approx(0.75)
