@@ -228,8 +228,10 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
+    with pytest.raises(UsageError, match=r"inside: /.*/file is a file"):
         files.writable_folder(tmp_path / "file" / "inside")
+    with pytest.raises(UsageError, match="file: this is a file"):
+        files.writable_folder(tmp_path / "file")
     assert files.writable_folder(tmp_path / "new" / "deeper") == tmp_path / "new" / "deeper"
     assert not (tmp_path / "new").exists()
     assert files.writable_folder(tmp_path) == tmp_path
@@ -251,6 +253,8 @@ def test_the_head_of_a_report_names_the_sizes_that_a_batch_has() -> None:
     assert "· batch 4 ·" in line("google/vit-large-patch16-224", "image-classification")
     assert "· batch 4 × 512 → 128 ·" in line("google-t5/t5-3b", Task.SEQ2SEQ_LM)
     assert "· batch 4 → 128 ·" in line("openai/whisper-medium", "speech-to-text")
+    assert "routing" not in line("bert-base-uncased", Task.MASKED_LM)
+    assert job_line(replace(job(), routing="worst")).endswith(" · worst routing")
 
 
 def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,3 +304,9 @@ def test_only_a_step_with_collectives_has_a_scaling_efficiency() -> None:
     step = alone.step_seconds
     several = replace(alone, communication_seconds=step / 2, exposed_communication_seconds=step / 4)
     assert several.scaling_efficiency == pytest.approx(0.75)
+
+
+def test_a_comparison_has_the_seconds_of_both() -> None:
+    both = foreseen_beside_seen(timed(prediction()), measurement(timing=timing()))
+    assert both.pace is not None
+    assert (both.pace.predicted, both.pace.measured) == (0.3, pytest.approx(0.1))
