@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from snugfit.prediction import allocator as replayed
 from snugfit.prediction.allocator import Allocator, replay
+from snugfit.prediction.predict import _moment
 from snugfit.rehearsal.trace.trace import Block, Mark, MarkKind, Trace
 from snugfit.units import MIB
 
@@ -33,6 +35,17 @@ def test_the_peak_of_a_trace_is_its_first_largest_moment() -> None:
         found = trace(*requests).peak()
         assert found.nbytes == max(live, default=0)
         assert found.position == (live.index(found.nbytes) if live else -1)
+
+
+def test_the_moment_of_the_peak_is_that_of_its_tensor() -> None:
+    births = trace(5, 3, -1, 9, -2)
+    blocks = tuple(
+        block._replace(module=f"layer{number}") for number, block in enumerate(births.blocks, start=1)
+    )
+    named = replace(births, blocks=blocks)
+    peak = named.peak().position
+    assert (peak, _moment(named, peak).module) == (3, "layer3")
+    assert _moment(named, 1).module == "layer2"
 
 
 # ---- rule 1: rounding and pools ------------------------------------------------------------------------

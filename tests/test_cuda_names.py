@@ -75,6 +75,7 @@ def test_waiting_for_the_device_is_a_wait() -> None:
         begin = torch.cuda.Event(enable_timing=True)
         begin.record()
         torch.cuda.synchronize()
+        assert begin.query()
         assert begin.elapsed_time(begin) >= 0
         return x
 

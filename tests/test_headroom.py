@@ -19,7 +19,7 @@ from snugfit.report.short import verdict
 from snugfit.report.text.terminal import as_text
 from snugfit.techniques import roster
 from snugfit.techniques.technique import Slot
-from snugfit.units import GIB, MIB
+from snugfit.units import GIB, MIB, parse_bytes
 
 pytestmark = pytest.mark.stored_rehearsals
 
@@ -128,3 +128,9 @@ def test_a_headroom_of_all_the_memory_is_refused(asked: str | int) -> None:
     assert headroom_of("30GiB", RTX4090, one_of_many=True) == 30 * GIB
     with pytest.raises(UsageError, match=r"headroom: '5gb%' is not an amount of memory.*or a share: 2%"):
         headroom_of("5gb%", H200)
+
+
+def test_one_byte_is_an_amount_of_memory() -> None:
+    assert parse_bytes("1 B") == 1
+    with pytest.raises(UsageError, match="less than a byte"):
+        parse_bytes("0.9 B")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import resources
 from itertools import chain
 from pathlib import Path
@@ -372,3 +373,20 @@ def test_a_head_that_the_config_says_is_untied_is_so_with_and_without_weights(
     for model in (built, loaded):
         assert torch.equal(model.lm_head.weight, 2 * model.shared.weight)
         assert model.encoder.embed_tokens.weight is model.shared.weight
+
+
+@pytest.mark.parametrize(
+    ("origin", "name", "is_similar"),
+    [
+        ("preset", "bert-large-uncased", False),
+        ("preset", "someone/a-tuned-bert", True),
+        ("hub", "someone/a-tuned-bert", False),
+    ],
+)
+def test_only_an_unknown_name_has_a_preset_of_the_same_sizes(
+    origin: str, name: str, is_similar: bool
+) -> None:
+    model = replace(Model.find("bert-large-uncased"), origin=origin)
+    request = Request.__new__(Request)
+    vars(request).update(job=Job(model=model), model_name=name)
+    assert request.uses_similar_preset is is_similar

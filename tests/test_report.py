@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from made_up import EVIL, job, measurement, prediction, timing
+from made_up import EVIL, footprint, job, measurement, prediction, timed, timing
 from snugfit.comparison.compare import compare as foreseen_beside_seen
+from snugfit.comparison.compare import error_lines
 from snugfit.comparison.recipes import RecipeComparison
 from snugfit.errors import MeasurementError, UsageError
 from snugfit.job.gpu import all_gpus, find_gpu
@@ -143,6 +144,7 @@ def test_a_measurement_tells_how_far_it_can_be_trusted() -> None:
 def test_gpus_and_techniques_are_all_listed() -> None:
     text = as_text(gpus.render(all_gpus()), width=200)
     assert all(gpu.key in text for gpu in all_gpus())
+    assert all(f"{gpu.bandwidth / 1e9:,.0f}" in text for gpu in all_gpus() if gpu.bandwidth)
     one = as_text(gpus.render_one(find_gpu("h200")), width=200)
     assert "NVIDIA H200" in one
     listed = as_text(techniques.render(roster()), width=200)
@@ -226,8 +228,10 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
+    with pytest.raises(UsageError, match=r"inside: /.*/file is a file"):
         files.writable_folder(tmp_path / "file" / "inside")
+    with pytest.raises(UsageError, match="file: this is a file"):
+        files.writable_folder(tmp_path / "file")
     assert files.writable_folder(tmp_path / "new" / "deeper") == tmp_path / "new" / "deeper"
     assert not (tmp_path / "new").exists()
     assert files.writable_folder(tmp_path) == tmp_path
@@ -249,6 +253,8 @@ def test_the_head_of_a_report_names_the_sizes_that_a_batch_has() -> None:
     assert "· batch 4 ·" in line("google/vit-large-patch16-224", "image-classification")
     assert "· batch 4 × 512 → 128 ·" in line("google-t5/t5-3b", Task.SEQ2SEQ_LM)
     assert "· batch 4 → 128 ·" in line("openai/whisper-medium", "speech-to-text")
+    assert "routing" not in line("bert-base-uncased", Task.MASKED_LM)
+    assert job_line(replace(job(), routing="worst")).endswith(" · worst routing")
 
 
 def test_results_print_themselves_once_attached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,3 +284,29 @@ def test_in_a_notebook_results_are_text_and_nothing_is_shown_beside_them(
     assert "fits, 8.2 GiB free" in plain[0]
     assert "\x1b" not in plain[0]
     assert capsys.readouterr() == ("", "")
+
+
+def test_managed_memory_and_buffers_count_as_context() -> None:
+    plain = footprint()
+    lines = {
+        line.figure: line
+        for line in error_lines(replace(plain, managed_bytes=500, communication_bytes=30), plain)
+    }
+    context = lines["context_bytes"]
+    assert (context.predicted, context.measured) == (plain.context_bytes + 530, plain.context_bytes)
+    assert lines["reserved_bytes"].predicted == plain.reserved_bytes
+
+
+def test_only_a_step_with_collectives_has_a_scaling_efficiency() -> None:
+    alone = timed(prediction()).timing
+    assert alone is not None
+    assert (alone.communication_seconds, alone.scaling_efficiency) == (0, None)
+    step = alone.step_seconds
+    several = replace(alone, communication_seconds=step / 2, exposed_communication_seconds=step / 4)
+    assert several.scaling_efficiency == pytest.approx(0.75)
+
+
+def test_a_comparison_has_the_seconds_of_both() -> None:
+    both = foreseen_beside_seen(timed(prediction()), measurement(timing=timing()))
+    assert both.pace is not None
+    assert (both.pace.predicted, both.pace.measured) == (0.3, pytest.approx(0.1))
