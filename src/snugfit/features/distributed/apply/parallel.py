@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.apply import by_accelerate, ring_attention
-from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, gather_side_by_side
+from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, change_gathering
 from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, optimizer_of_shards
 from snugfit.features.distributed.apply.meshes import mesh, split
 from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
@@ -390,7 +390,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
             _refuse_two_dtypes(layer)
             runs = adjacent_weights(layer, ranks) if ranks > 1 else []
             fully_shard(layer, **options)
-            gather_side_by_side(layer, runs)
+            change_gathering(layer, runs)
     _refuse_two_dtypes(model)
     # The backward pass needs the root's weights first, so they stay unless `reshard` is all.
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})
