@@ -52,21 +52,23 @@ def fit_of(
 ) -> Any:
     """Train in this process on samples of uneven length; return the trainer. A `fault` of this rank occurs at
     the end of a step. With `saves` it saves its model at the end, and evaluates once more. `more_runs` start
-    again after the previous run."""
+    again after the previous run. With `adapters` only LoRA's factors train."""
     resume, dropout = asked.pop("resume", None), asked.pop("dropout", 0.0)
     fault, evaluates = asked.pop("fault", None), asked.pop("evaluates", False)
     saves, more_runs = asked.pop("saves", False), asked.pop("more_runs", 0)
     if (config := asked.pop("fsdp", None)) is not None:
         asked |= spread(model, **config)
     micro, samples = tuple(asked.pop("micro", (4, 1))), asked.pop("samples", 48)
+    adapters = asked.pop("adapters", False)
     wanted: dict[str, Any] = {
         "max_steps": 8, "save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": "random",
         "seed": 5, **asked,
     }  # fmt: skip
     more: dict[str, Any] = {"eval_dataset": DATA[model](10)} if evaluates else {}
+    built = model_of(model.split(maxsplit=1)[0], dropout=dropout)
     trainer = trainer_of(
         folder,
-        model_of(model.split(maxsplit=1)[0], dropout=dropout),
+        with_adapters(built) if adapters else built,
         DATA[model](samples),
         micro=micro,
         more=more,
@@ -85,6 +87,13 @@ def fit_of(
         trainer.save_model(f"{folder}.model")
         trainer.evaluate()
     return trainer
+
+
+def with_adapters(model: Any) -> Any:
+    """Return peft's model around this one, as a user's script makes it."""
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False))
 
 
 class _Fault(transformers.TrainerCallback):  # type: ignore[misc]

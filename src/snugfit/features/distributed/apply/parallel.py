@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.apply import by_accelerate, ring_attention
-from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, gather_side_by_side
+from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, change_gathering
 from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, optimizer_of_shards
 from snugfit.features.distributed.apply.meshes import mesh, split
 from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
@@ -71,8 +71,7 @@ WHOLE_8_BIT = (
 """Reason to refuse 8-bit optimizer states on shards elsewhere. Source: bitsandbytes issue 1633."""
 
 UNTESTED = (
-    "replaced kernels, compiled layers and logits in chunks were not tested in several processes of "
-    "accelerate or the Trainer"
+    "replaced kernels and compiled layers were not tested in several processes of accelerate or the Trainer"
 )
 """Reason to refuse these techniques in loops of other libraries."""
 
@@ -233,15 +232,15 @@ class ParallelHandler(Handler):
         `UsageError` for quantized weights, which accelerate does not shard, and for settings that were not
         tested in several processes of accelerate.
         """
-        if setup.lowering is not None or setup.logits is not None or _replaces_kernels(setup):
-            raise UsageError(f"{UNTESTED}. Leave --loop out.")
+        if setup.lowering is not None or _replaces_kernels(setup):
+            raise UsageError(f"{UNTESTED}. Take --loop plain.")
         if value.weights != "sharded":
             return None
         if setup.optimizer_path in EIGHT_BIT:
-            raise UsageError(f"{WHOLE_8_BIT}. Leave --loop out, or try 'adamw'.")
+            raise UsageError(f"{WHOLE_8_BIT}. Take --loop plain, or try 'adamw'.")
         model = build(stays=True)
         if any(tensors_beside(weight) for weight in model.parameters()):
-            raise UsageError(f"{WHOLE_4_BIT}. Leave --loop out, or try ddp.")
+            raise UsageError(f"{WHOLE_4_BIT}. Take --loop plain, or try ddp.")
         if setup.autocast:
             by_accelerate.widen(model)
         return model
@@ -390,7 +389,7 @@ def in_fsdp(wish: ParallelWish, model: torch.nn.Module, mesh: DeviceMesh) -> tor
             _refuse_two_dtypes(layer)
             runs = adjacent_weights(layer, ranks) if ranks > 1 else []
             fully_shard(layer, **options)
-            gather_side_by_side(layer, runs)
+            change_gathering(layer, runs)
     _refuse_two_dtypes(model)
     # The backward pass needs the root's weights first, so they stay unless `reshard` is all.
     fully_shard(model, **options | {"reshard_after_forward": wish.reshard == "all"})

@@ -19,9 +19,11 @@ from snugfit.training.checkpoint.model_state import beginning_of
 from snugfit.training.checkpoint.optimizer_state import optimizer_state, parameters_of
 from snugfit.training.checkpoint.packed_state import SAVED_ON, pack
 from snugfit.training.checkpoint.state import Snapshot, TrainState, state_of
-from snugfit.training.checkpoint.weights import ModelWeights, weights_of
+from snugfit.training.checkpoint.weights import ModelWeights, load_weights, weights_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from snugfit.training.checkpoint.staging import Staging
@@ -58,6 +60,30 @@ def gathered_adapters(state: TrainState, staging: Staging, *, random: Sequence[A
         # Copies of buffers to the host are asynchronous.
         torch.cuda.synchronize(state.device)
     return copied
+
+
+def load_adapters(model: torch.nn.Module, folder: Path) -> None:
+    """Load whole adapters into a model whose weights FSDP2 has sharded. Each process reads them and keeps its
+    shards. Raises `SnugfitError` for another model's adapters.
+    """
+    import torch
+    from torch.distributed.tensor import distribute_tensor
+
+    # `load_weights` replaces these values by the saved ones, of all trained weights.
+    whole = {
+        id(shard): torch.empty(shard.shape, dtype=shard.dtype)
+        for shard in model.parameters()
+        if shard.requires_grad
+    }
+    shards: list[Any] = [shard for shard in model.parameters() if id(shard) in whole]
+    with _in_place_of_shards(model, whole):
+        load_weights(model, folder)
+    with torch.no_grad():
+        for shard in shards:
+            part = distribute_tensor(
+                whole[id(shard)].to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None
+            )
+            shard.to_local().copy_(part.to_local())
 
 
 def _of_shards(state: TrainState) -> tuple[Weights, States]:

@@ -133,7 +133,7 @@ def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch
         dtype = None if wish.dtype == "float32" else wish.dtype
         model = build_model(replace(job, build_on="device"), replace(setup, weights_dtype=dtype), device)
     if any(tensors_beside(weight) for weight in model.parameters()):
-        raise UsageError(f"{PACKED_ELSEWHERE}. Leave --loop out, or try lora.")
+        raise UsageError(f"{PACKED_ELSEWHERE}. Take --loop plain, or try lora.")
     return model
 
 

@@ -126,7 +126,7 @@ class DeepSpeed:
         if ranks > 1:
             raise UsageError(
                 f"The {loop} loop cannot do this: DeepSpeed's engine on several GPUs is predicted and "
-                "measured in snugfit's own loop. Leave --loop out."
+                "measured in snugfit's own loop. Take --loop plain."
             )
         from snugfit.features.distributed.engine.frontends import EngineAccelerateStep, EngineTrainerStep
 

@@ -142,6 +142,30 @@ def test_a_run_whose_process_died_goes_on_bit_for_bit(
     assert (tmp_path / "killed" / f"checkpoint-{len(expected['losses'])}" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("many", slow_but(["fsdp", "ddp"], 1))
+def test_adapters_go_on_bit_for_bit_and_in_one_process(many: str, forks: Forks, tmp_path: Path) -> None:
+    """Each checkpoint has whole adapters in peft's files, and checksums of frozen weights."""
+    how: dict[str, Any] = {"model": "gpt2", "adapters": True, "max_steps": 6}
+    several = how | ({"recipe": "fsdp", "fsdp": {}} if many == "fsdp" else {"recipe": "ddp"})
+    assert fits(forks, tmp_path / "whole", **several) == [0, 0]
+    codes = fits(forks, tmp_path / "killed", fault={"step": 5, "kind": "dies", "rank": 1}, **several)
+    assert codes[1] == 9
+    kept = tmp_path / "killed" / "checkpoint-3"
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {file.name for file in kept.iterdir()}
+    assert any(json.loads((kept / "model_state.json").read_text())["frozen"].values())
+    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
+    assert fits(forks, tmp_path / "killed", resume=True, **several) == [0, 0]
+    for rank in range(2):
+        (result, weights), (expected, others) = (
+            result_in(tmp_path / name, rank) for name in ("killed", "whole")
+        )
+        assert result["losses"] == expected["losses"]
+        assert all(torch.equal(weights[name], value) for name, value in others.items())
+    moved = fit_of(tmp_path / "moved", recipe="plain", micro=(8, 1), resume=True, **how)
+    same_losses(losses_of(moved), expected["losses"])
+    same_parameters(moved.model.state_dict(), others)
+
+
 @pytest.mark.slow
 def test_evaluations_between_and_the_best_model_of_parts(forks: Forks, tmp_path: Path) -> None:
     """An evaluation leaves whole weights in place of shards.

@@ -166,7 +166,7 @@ def test_other_compiled_code_is_refused_on_several_gpus(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("loop", ["accelerate", "trainer"])
-@pytest.mark.parametrize("recipe", ["ddp + fused", "fsdp + compiled", "ddp + chunked_loss"])
+@pytest.mark.parametrize("recipe", ["ddp + fused", "fsdp + compiled"])
 def test_they_are_refused_in_loops_of_other_libraries(recipe: str, loop: str) -> None:
     job = small_job("llama", 1, batch_size=2, sequence_length=8)
     with pytest.raises(UsageError, match="not tested in several processes of accelerate"):

@@ -48,16 +48,17 @@ TWO = {
         ("llama", "ddp + lora(r=4, targets=all-linear) + bf16"),
         ("llama", "fsdp + lora(r=4, targets=all-linear)"),
         ("llama", "ddp + qlora(r=4) + bf16"),
+        ("llama", "ddp + chunked_loss(tokens=64) + bf16"),
     ),
     "trainer": (
         ("llama", "ddp + micro_batches(2)"),
         ("llama", "fsdp + bf16"),
         ("bert", "fsdp(reshard=none) + bf16 + micro_batches(2)"),
         ("llama", "ddp + qlora(r=4) + micro_batches(2)"),
-        ("llama", "fsdp + lora(r=4, targets=all-linear) + bf16"),
+        ("llama", "fsdp + lora(r=4, targets=all-linear) + bf16 + chunked_loss(tokens=64)"),
     ),
 }
-LATER = {"accelerate": [0, 1, 2, 4, 5, 7], "trainer": [1, 3, 4]}
+LATER = {"accelerate": [0, 1, 2, 4, 5, 7, 8], "trainer": [1, 3, 4]}
 """Cases that `make test` omits, by training loop. The Trainer covers DDP, because it uses accelerate."""
 TWO = {loop: tuple(few_of(cases, [cases[number] for number in LATER[loop]])) for loop, cases in TWO.items()}
 CASES = [(loop, *one) for loop, cases in TWO.items() for one in cases]

@@ -10,6 +10,8 @@ weighted alike (`ranks.py`). `fsdp` and its `reshard` in the recipe must match t
                     everything else    by the first, as of any fitted trainer (`checkpoints.py`).
                     model.safetensors  in the last one of a run, gathered.
 
+Adapters are written whole, by the first process, as of a run of one process.
+
 A forward pass gathers whole weights, which replace the parts until a backward pass drops them. They are
 dropped before any state is saved or restored.
 """
@@ -22,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snugfit.errors import RecipeError, UsageError
+from snugfit.features.distributed.checkpoint.gathered_adapters import gathered_adapters, load_adapters
 from snugfit.features.distributed.checkpoint.shards import (
-    ShardedSnapshot,
     has_shards,
     holds_parts,
     is_sharded,
@@ -36,7 +38,7 @@ from snugfit.features.distributed.checkpoint.shards import (
 from snugfit.features.distributed.fields import PARALLEL, SHARDING, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS
 from snugfit.features.loops.trainer.parts import TrainerParts
-from snugfit.features.loops.trainer.users_files import weights_folder
+from snugfit.features.loops.trainer.users_files import UsersFiles, weights_folder
 from snugfit.step.applier import after_evaluation
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from snugfit.techniques.recipe import Recipe
+    from snugfit.training.checkpoint.manager import Writable
     from snugfit.training.checkpoint.staging import Staging
     from snugfit.training.checkpoint.state import TrainState
     from snugfit.training.ranks import Ranks
@@ -83,6 +86,8 @@ class DdpTrainer(TrainerParts):
         if has_shards(folder):
             load_weight_shards(model, folder, ranks)
             load_model_state(model, folder)
+        elif holds_parts(model) and is_adapted(model):
+            load_adapters(model, weights_folder(folder))
         elif holds_parts(model):
             load_whole_weights(model, weights_folder(folder))
         else:
@@ -142,7 +147,12 @@ class ShardedTrainer(DdpTrainer):
                 # Only `fit` itself may have sharded the model.
                 holds_parts(trainer.model) and getattr(trainer, "snugfit", None) is None
             ),
-            "adapters": is_adapted(trainer.model),
+            "adapters over weights that one process loads (cpu_ram_efficient_loading)": (
+                is_adapted(trainer.model) and plugin.cpu_ram_efficient_loading
+            ),
+            "adapters, and a class that saves them itself": (
+                is_adapted(trainer.model) and UsersFiles(trainer, Path()).any
+            ),
             "quantized weights": bool(quantized),
         }
         if used := [name for name, is_used in unsaid.items() if is_used]:
@@ -151,6 +161,8 @@ class ShardedTrainer(DdpTrainer):
                 f"Remove it, or train "
                 "without fit."
             )
+        # Checksums of frozen weights are of whole ones, so they are computed before the weights are sharded.
+        beginning_of(model)
 
     def refuse_recipe(self, setup: Setup, *, optimizer: str | None) -> None:
         """Raise `UsageError` for fp16, whose loss is scaled, and for optimizers that are not tested with
@@ -200,13 +212,17 @@ class ShardedTrainer(DdpTrainer):
         files: Mapping[str, str],
         processing: Any,
         is_stopped: bool,
-    ) -> ShardedSnapshot:
+    ) -> Writable | None:
         """Return a copy of this process's shards of the run's state. At the run's end, unless a signal
-        stopped it, the first process also saves the whole model.
+        stopped it, the first process also saves the whole model. Adapters are copied whole, by the first
+        process alone.
         """
         trainer = self.trainer
         # A forward pass may have left whole weights in place of the shards.
         self.drop_gathered()
+        if is_adapted(trainer.model):
+            copied = gathered_adapters(state, staging, random=random)
+            return copied and replace(copied, files=files, processing=processing)
         ends = trainer.state.global_step >= trainer.state.max_steps
         ends |= trainer.control.should_training_stop and not is_stopped
         # All processes get the same decision, because gathering the whole model needs each of them.
