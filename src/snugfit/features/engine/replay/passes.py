@@ -156,7 +156,8 @@ class CapturedPasses(StepRunner):
 
         def work() -> None:
             with masks_by_shape(packed=is_packed([piece])), generators_left_alone(attention_is_kept=is_kept):
-                recording.loss = self._loop.run_passes(built, [recording.batch], [share])
+                # A Trainer may remove labels from a batch.
+                recording.loss = self._loop.run_passes(built, [dict(recording.batch)], [share])
 
         try:
             recording.replay = self._graphs.record(work)

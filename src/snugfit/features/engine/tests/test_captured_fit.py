@@ -69,6 +69,16 @@ def test_replayed_passes_are_the_trainers_own(tmp_path: Path, recipe: str, recor
 
 
 @pytest.mark.whole
+def test_label_smoothing_finds_labels_in_each_replay(tmp_path: Path) -> None:
+    """The Trainer removes the labels from a batch that it smooths."""
+    _, expected = trained(tmp_path / "plain", "plain", label_smoothing_factor=0.1)
+    with captured_on_cpu() as graphs:
+        _, losses = trained(tmp_path / "replayed", "captured(multiple=1)", label_smoothing_factor=0.1)
+    assert losses == expected
+    assert graphs[0].played > 2
+
+
+@pytest.mark.whole
 def test_a_pass_that_cannot_be_recorded_warns_once(tmp_path: Path) -> None:
     _, expected = trained(tmp_path / "plain", "adamw_fused")
     told: list[str] = []

@@ -101,11 +101,11 @@ IN_PARTS: dict[str, tuple[dict[str, Any], set[str]]] = {
 PARTS = {"Attention", "MLP", "DecoderLayer", "RMSNorm"}
 
 
-def small(family: str, attention: str = "eager") -> Any:
+def small(family: str, attention: str = "eager", seed: int = 0) -> Any:
     """Return a small model of this family in training, with norms' scales other than one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = FAMILIES[family] if family in FAMILIES else IN_PARTS[family][0]
     config = AutoConfig.for_model(family, **{**SIZES, **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
@@ -181,30 +181,41 @@ def test_an_attention_s_own_dropout_drops_the_same_elements() -> None:
     assert not torch.allclose(results[1], results[2], atol=1e-3)
 
 
-def hold_errors(plain: Any, *, autocast: bool, factor: float = 1.3) -> None:
-    """Check the total error of 16-bit gradients against the error of the model's own code.
+def hold_errors(plain: list[Any], *, autocast: bool, factor: float = 1.3) -> None:
+    """Check the total error of 16-bit gradients against the error of the model's own code: the median of some
+    draws of weights.
 
     Over twelve draws of weights the errors were 0.80 to 0.95 of its own, and one draw may exceed it.
     """
-    exact, fused = copy.deepcopy(plain).float(), copy.deepcopy(plain)
-    use_fused(fused)
-    _, expected = run(exact)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        (_, own), (_, ours) = run(plain), run(fused)
-    assert {one.dtype for one in ours.values()} == {next(plain.parameters()).dtype}
-    errors = [sum(float((one[name] - expected[name]).norm() ** 2) for name in one) for one in (own, ours)]
-    assert errors[1] < factor * errors[0]
+    ratios = []
+    for model in plain:
+        exact, fused = copy.deepcopy(model).float(), copy.deepcopy(model)
+        use_fused(fused)
+        _, expected = run(exact)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            (_, own), (_, ours) = run(model), run(fused)
+        assert {one.dtype for one in ours.values()} == {next(model.parameters()).dtype}
+        errors = [sum(float((one[name] - expected[name]).norm() ** 2) for name in one) for one in (own, ours)]
+        ratios.append(errors[1] / errors[0])
+    assert sorted(ratios)[len(ratios) // 2] < factor
+
+
+def draws(family: str) -> list[Any]:
+    """Return models of a family with other weights. Rounding may change the experts of a token, and sinks
+    make one draw unlike another, so these families have five.
+    """
+    return [small(family, seed=seed) for seed in range(5 if family in ("gpt_oss", "granite_swa") else 1)]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
 def test_under_autocast_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
     # Under autocast transformers computes experts in their weights' 32 bits, and `fused` in 16.
-    hold_errors(small(family), autocast=True, factor=2.0 if family == "gpt_oss" else 1.3)
+    hold_errors(draws(family), autocast=True, factor=2.0 if family == "gpt_oss" else 1.3)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
 def test_in_16_bits_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
-    hold_errors(small(family).bfloat16(), autocast=False)
+    hold_errors([model.bfloat16() for model in draws(family)], autocast=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

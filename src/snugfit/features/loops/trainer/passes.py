@@ -101,7 +101,7 @@ class TrainerPasses:
         [piece], [weight] = pieces, weights
         model, arguments, keywords = self._call
         share = 1.0 if weight is None else weight
-        loss: torch.Tensor = self._trainer.plain_pass(model, dict(piece), share, *arguments, **keywords)
+        loss: torch.Tensor = self._trainer.plain_pass(model, piece, share, *arguments, **keywords)
         return loss
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
