@@ -225,7 +225,8 @@ def test_an_exported_model_agrees_with_eager(
     assert found["engine"].startswith(f"{engine} ")
     assert found["file_bytes"] > 0
     assert found["session_bytes"] > 0
-    assert found["predicted_session_bytes"] > session_memory.ENGINES[engine].base
+    base = session_memory.ENGINES[engine].base
+    assert (found.get("predicted_session_bytes", 0) > base) is ("phase" not in changes)
 
 
 def test_an_empty_cache_begins_with_the_exported_shapes() -> None:
