@@ -83,7 +83,7 @@ class Fused(Technique):
 
     mlp_tokens: int | None = between(16, 1 << 20, default=None)
     """Tokens for which a gated MLP is computed at a time. Its products are computed again in the backward
-    pass. By default all tokens are computed at once."""
+    pass. The default computes all tokens at once."""
 
     @property
     def within_modules(self) -> bool:
