@@ -100,6 +100,7 @@ HEAVY_THEMSELVES = {
     "features/kernels/operations/cross_entropy.py",
     "features/kernels/operations/join_slopes.py",
     "features/kernels/decoders/decomposed.py",
+    "features/kernels/decoders/tiled_mlp.py",
     "features/kernels/operations/gated_mlp.py",
     "features/kernels/operations/projections.py",
     "features/kernels/operations/low_rank.py",

@@ -200,3 +200,16 @@ def test_in_16_bits_its_kernel_makes_what_others_make_in_32() -> None:
     """The source allocates nothing of a query's size beside the workspace."""
     tiles = 11 * 8 * (128 * 128 * 4 + 16)
     assert efficient_backward(torch.bfloat16, 128) == [ROW, tiles, -ROW, -tiles]
+
+
+def test_a_grouped_product_has_pointers_and_maps_of_its_groups() -> None:
+    """Steps of Qwen3-30B-A3B, with 128 experts, requested 75,264 bytes for them on an H200
+    (`results/h200-2026-11-30/experts.json`)."""
+    rows, weights = meta(4096, 64, dtype=torch.bfloat16), meta(128, 64, 32, dtype=torch.bfloat16)
+    ends = meta(128, dtype=torch.int32)
+    buffers = taken(aten._grouped_mm.default, rows, weights, ends)
+    assert buffers == [0, 7680, 67584, -67584, -7680]
+    assert sum(size for size in buffers if size > 0) == 75_264
+    # Ampere launches a product for each group.
+    arguments, out = (rows, weights, ends), meta(4096, 32, dtype=torch.bfloat16)
+    assert CudaPolicy(capability=(8, 0)).scratch("aten::_grouped_mm", arguments, out) == (OUTPUTS,)

@@ -15,9 +15,6 @@ class StepRunner(ABC):
     creates it (`wishes/handler.py`).
     """
 
-    updates_within = False
-    """True if the backward pass itself updates the weights, so that no gradients remain."""
-
     has_begun = False
     """True if the backward pass of the current step has already updated a weight."""
 
@@ -30,10 +27,10 @@ class StepRunner(ABC):
     """Reason why steps are not replayed but run by the loop's own code; empty if they are replayed."""
 
     def updates_at_once(self, clips: bool) -> bool:
-        """Return True if the next backward pass updates the weights. `clips` is True for a step that needs
-        the norm of its gradients.
+        """Return True if the next backward pass itself updates the weights, so that no gradients remain.
+        `clips` is True for a step that needs the norm of its gradients.
         """
-        return self.updates_within and not clips
+        return False
 
     @abstractmethod
     def run_passes(

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedLate(Released):
-    """Updates each weight within the backward pass, clipped by the norm of the step before, and drops its
-    gradient.
-    """
+    """Releases gradients as `released`, but clips by the norm of the step before."""
 
     fidelity: ClassVar = Fidelity.LEARNS
     source: ClassVar = (

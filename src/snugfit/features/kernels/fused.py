@@ -82,8 +82,8 @@ class Fused(Technique):
     pass."""
 
     mlp_tokens: int | None = between(16, 1 << 20, default=None)
-    """Number of tokens for which a gated MLP is computed at a time, for long sequences. Its products are
-    computed again in the backward pass. By default all tokens are computed at once."""
+    """Tokens for which a gated MLP is computed at a time. Its products are computed again in the backward
+    pass. The default computes all tokens at once."""
 
     @property
     def within_modules(self) -> bool:

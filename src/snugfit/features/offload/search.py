@@ -64,18 +64,18 @@ def _faster_but_too_large(state: SearchState) -> list[int]:
     They need no more than the host's share of memory in addition. Among the fastest, simple ones come first.
     """
     memory, most = state.memory_bytes or 0, state.fastest_that_fits * (1 - AS_FAST)
-    found: dict[int, Bound] = {}
+    limits: dict[int, Bound] = {}
     for number, bound in state.bounds.items():
         known = state.evaluated.get(number) or bound
         if state.space.candidates[number].recipe[Slot.CHECKPOINTING].value is None or known.seconds >= most:
             continue
         if not state.fits(known.needed_bytes) and known.needed_bytes < memory * (1 + MOST_SHARE):
-            found[number] = Bound(known.needed_bytes, known.seconds)
-    as_fast = min((bound.seconds for bound in found.values()), default=0.0) * (1 + AS_FAST)
+            limits[number] = Bound(known.needed_bytes, known.seconds)
+    as_fast = min((bound.seconds for bound in limits.values()), default=0.0) * (1 + AS_FAST)
 
     def order(number: int) -> tuple[float, int, int]:
-        bound, recipe = found[number], state.space.candidates[number].recipe
+        bound, recipe = limits[number], state.space.candidates[number].recipe
         techniques = sum(not technique.plain for technique in recipe)
         return max(bound.seconds, as_fast), techniques, bound.needed_bytes
 
-    return sorted(found, key=order)
+    return sorted(limits, key=order)

@@ -159,9 +159,7 @@ def _answer(request: PlanRequest, space: Space, pool: WorkerPool) -> Plan:
     lacking = cures(recipe, needed, job, memory or 0, request.fidelity, space.fixed) if best is None else ()
     compared = compare_with_start(start, recipe, pool, job, gpu) if start else None
     # A technique that was tried after all is not listed as excluded.
-    excluded = tuple(
-        item for item in (*space.excluded, *state.excluded) if item.what not in looked_at.split(", ")
-    )
+    excluded = tuple(item for item in (*space.excluded, *state.excluded) if item.what not in looked_at)
     ranked = _rank_few(request, state, pool, tell, best) if request.ranked else []
     assumed = [doubt for number in (*front, *ranked) for doubt in state.evaluated[number].doubts]
     return Plan(
@@ -216,7 +214,9 @@ def best_of(
     return fitting[-1] if smallest else prefer_simple(state, pool, fitting[0])
 
 
-def _try_outside_space(request: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell) -> str:
+def _try_outside_space(
+    request: PlanRequest, state: SearchState, pool: WorkerPool, tell: Tell
+) -> Sequence[str]:
     """Simulate recipes with techniques that the search does not enumerate, and add those that are better.
     Return the names of the techniques that features tried.
     """
@@ -224,7 +224,7 @@ def _try_outside_space(request: PlanRequest, state: SearchState, pool: WorkerPoo
     if not smallest:
         find_grades(state, pool, request.job, tell, link_of(request.gpu))
     tried = [search(state, pool, request.job, tell, smallest=smallest) for search in hooks("search_further")]
-    return ", ".join(filter(None, tried))
+    return list(filter(None, tried))
 
 
 def _rank_few(

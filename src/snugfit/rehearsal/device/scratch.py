@@ -192,6 +192,26 @@ def _softmax_backward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scrat
     return _within("grad * output", _nbytes(gradient))
 
 
+GROUPED = {(9, "torch.bfloat16"): (60, 512)}
+"""Bytes of a grouped product's buffers for each group and each multiprocessor, by the first number of the
+compute capability and by dtype.
+
+A group has three pointers, three strides and three sizes (`native/cuda/GroupMM.cu`). CUTLASS stores four
+tensor maps of 128 bytes for each multiprocessor. Steps of Qwen3-30B-A3B on an H200 requested 75,264 bytes
+more than without them (`results/h200-2026-11-30/experts.json`).
+"""
+
+
+def _grouped_product(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
+    per_group, per_processor = GROUPED.get((gpu.capability[0], str(arguments[0].dtype)), (0, 0))
+    # Without ends of groups, each matrix is a group.
+    *_, ends = arguments[0], *arguments[2:3]
+    pointers = Buffer("group pointers", per_group * ends.size(0))
+    maps = Buffer("tensor maps", per_processor * gpu.multiprocessors)
+    # No buffers of zero bytes for GPUs and dtypes without such a kernel.
+    return (OUTPUTS, *nest(pointers, maps) * bool(per_group))
+
+
 def _cudnn_forward(arguments: Sequence[Any], out: Any, gpu: GpuSize) -> Scratch:
     return _within("cuDNN workspace", 256)
 
@@ -425,6 +445,7 @@ def _power(number: int) -> int:
 
 CUDA_RULES: dict[str, Callable[[Sequence[Any], Any, GpuSize], Scratch]] = {
     "aten::_foreach_norm": _foreach_norm,
+    "aten::_grouped_mm": _grouped_product,
     "aten::sum": _sum,
     "aten::mean": _sum,
     "aten::linalg_vector_norm": _norm,

@@ -52,8 +52,6 @@ class ReleasedPasses(StepRunner):
     backward pass.
     """
 
-    updates_within = True
-
     def __init__(self, loop: PlainStep, recorded: StepRunner | None, *, clips_late: bool = False) -> None:
         # The loop refers to this object, so a weak reference back avoids a cycle.
         self._loop: PlainStep = weakref.proxy(loop)

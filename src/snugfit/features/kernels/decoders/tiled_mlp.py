@@ -26,7 +26,7 @@ TOKENS = "mlp_tokens"
 """Name of a module's attribute: the number of tokens that its MLP computes at a time; None for all."""
 
 
-class Parts(NamedTuple):
+class TileSettings(NamedTuple):
     """Settings of an MLP: its layers before (`into`) and after (`back`) the activation, and its tiles."""
 
     into: Layout
@@ -67,7 +67,7 @@ def tiled_mlp(
 
     The other arguments are those of `gated_mlp`. Adapters must not have dropout.
     """
-    parts, tensors = Parts(into.layout, back.layout, tanh, tokens), [*into.tensors, *back.tensors]
+    parts, tensors = TileSettings(into.layout, back.layout, tanh, tokens), [*into.tensors, *back.tensors]
     states: list[Any] = []
     inputs = MLPInputs.apply(hidden, states, parts, *tensors)  # type: ignore[no-untyped-call]
     output: torch.Tensor = TiledMLP.apply(inputs, states, parts, *tensors)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class MLPInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, states: list[Any], parts: Parts, *tensors: torch.Tensor
+        ctx: Any, hidden: torch.Tensor, states: list[Any], parts: TileSettings, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Return the hidden states. Save their source or rows, the joint weights and the adapters.
 
@@ -117,7 +117,7 @@ class TiledMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, states: list[Any], parts: Parts, *tensors: torch.Tensor
+        ctx: Any, hidden: torch.Tensor, states: list[Any], parts: TileSettings, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Return the output, tile by tile. Save nothing but the context of `MLPInputs`."""
         ctx.inputs, state = states
