@@ -4,7 +4,7 @@
 
 TIMED.json is a file of `timed_runs.py`, one for each host. Each run is simulated once. `packaged` has the
 seconds of `rates.json`. `one factor` multiplies all of them by the median of measured / predicted of the
-host-bound runs, without the run itself. `prices` has those of `host_probe.priced`. The level of a host is
+host-bound runs, without the run itself. `prices` has those of `host_probe.host_at`. The level of a host is
 that factor. The packaged prices that would give it are in the file as `packaged_prices`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from snugfit.documents import write_document
 from snugfit.errors import SnugfitError
-from snugfit.features.calibration.host_probe import PACKAGED_PRICES, priced
+from snugfit.features.calibration.host_probe import PACKAGED_PRICES, host_at
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
 from snugfit.prediction.device import policy_for
@@ -60,7 +60,7 @@ def run_of(row: dict[str, Any], gpu_name: str, prices: dict[str, float]) -> dict
         "scaled": lambda factor: seconds(rates.host.slower(factor)).step_seconds,
     }  # fmt: skip
     if PACKAGED_PRICES and prices:
-        found["prices"] = seconds(priced(rates.host, prices, PACKAGED_PRICES)).step_seconds
+        found["prices"] = seconds(host_at(rates.host, prices, PACKAGED_PRICES)).step_seconds
     return found
 
 

@@ -94,7 +94,7 @@ def test_recorded_steps_lie_within_the_printed_ranges() -> None:
             and speed.low_seconds and speed.high_seconds
         ]  # fmt: skip
         assert len(inside) >= 30
-        assert sum(inside) >= 0.88 * len(inside)
+        assert sum(inside) >= 0.9 * len(inside)
 
 
 def test_a_pace_in_words() -> None:
@@ -124,7 +124,7 @@ def test_a_prediction_and_a_comparison_say_the_pace() -> None:
 def test_a_plan_and_many_gpus_say_the_pace() -> None:
     plan = replace(made_up(), timing=Pace(bound="host", measured_rates=True, peak_seconds=0.02))
     text = " ".join(as_text(render_plan(plan), width=200).split())
-    assert "A step takes about 50.0 ms, 35 ms to 88 ms; 80.0 samples/s, 40,960 tokens/s, 40 % MFU." in text
+    assert "A step takes about 50.0 ms, 35 ms to 93 ms; 80.0 samples/s, 40,960 tokens/s, 40 % MFU." in text
     assert type(plan).from_json(plan.to_json()) == plan
     known = plan.to_json()["timing"]
     assert (known["tokens_per_second"], round(known["mfu"], 3), known["bound"]) == (40_960.0, 0.4, "host")

@@ -178,7 +178,7 @@ class KernelClock:
         return start + kernel.nbytes / moved
 
     def is_rough(self, kernel: Kernel) -> bool:
-        """Return True if no measured rate belongs to this kernel, so that a general one stands in.
+        """Return True if a general rate replaces the missing measured rate of this kernel.
 
         Such kernels are convolutions, 8-bit products, and libraries' kernels without a pattern.
         """

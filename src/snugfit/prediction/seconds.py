@@ -152,7 +152,6 @@ def step_seconds(
     # A step cannot be shorter than the preparation of its batches.
     length = max(length, loading)
     busy, link = sum(computing), sum(device) - sum(on_device)
-    rough = sum(map(mul, each_once(KernelClock(rates).is_rough, kernels), computing))
     bound = "loading" if loading == length > 0 else _bottleneck(length, busy, phases)
     # Without its copies the step would be clearly shorter, so the link is its bottleneck.
     if link and length > LINK_BOUND_ABOVE * simulate_queue(on_device, launches, syncs, costs):
@@ -167,7 +166,7 @@ def step_seconds(
         phases=phases,
         bound=bound,
         measured_rates=rates.measured,
-        rough_seconds=rough,
+        rough_seconds=sum(map(mul, each_once(KernelClock(rates).is_rough, kernels), computing)),
         assumed_host=not rates.calibrated,
         peak_seconds=model_peak_seconds(kernels, gpu),
         link_seconds=link,

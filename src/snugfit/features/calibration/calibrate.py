@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snugfit.documents import JsonDocument
 from snugfit.errors import SnugfitError
-from snugfit.features.calibration.host_probe import PACKAGED_PRICES, priced
+from snugfit.features.calibration.host_probe import PACKAGED_PRICES, host_at
 from snugfit.features.calibration.machine_probe import measure_machine
 from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import Gpu, find_gpu
@@ -199,13 +199,13 @@ def calibrate(
     """
     rates = replace(packaged_rates(gpu), gpus=gpus)
     tell("power and host")
-    found = machine()
-    rates, unmeasured = _with_power(rates, found)
-    prices = found.get("host", {}).get("prices", {})
+    probed = machine()
+    rates, unmeasured = _with_power(rates, probed)
+    prices = probed.get("host", {}).get("prices", {})
     has_prices = gpus == 1 and bool(prices and PACKAGED_PRICES)
     if has_prices:
         known = packaged_rates(find_gpu(REFERENCE)).host
-        rates = replace(rates, host=priced(known, prices, PACKAGED_PRICES), calibrated=True)
+        rates = replace(rates, host=host_at(known, prices, PACKAGED_PRICES), calibrated=True)
     runner = _ProbeRunner(gpu, rates, measure_seconds or _measure_on(gpus), tell)
     chosen = probes(tuple(name for name in rates.products if gpu.peak_dense.get(name)), gpus)
     # Steps of whole models show the host only where its prices are not known.
@@ -222,18 +222,18 @@ def calibrate(
         rates=rates,
         readings=tuple(readings),
         versions=versions(),
-        machine=found,
+        machine=probed,
         unmeasured=unmeasured,
     )
 
 
-def _with_power(rates: Rates, found: Mapping[str, Any]) -> tuple[Rates, str]:
+def _with_power(rates: Rates, probed: Mapping[str, Any]) -> tuple[Rates, str]:
     """Return the rates with the measured power, and the reason if it was not measured."""
     known = rates.power or packaged_rates(find_gpu(REFERENCE)).power
-    if known is None or "power" not in found:
-        return rates, str(found.get("why", ""))
+    if known is None or "power" not in probed:
+        return rates, str(probed.get("why", ""))
     try:
-        return replace(rates, power=fit_power(found["power"]["rows"], known)), ""
+        return replace(rates, power=fit_power(probed["power"]["rows"], known)), ""
     except ValueError as missing:
         return rates, str(missing)
 

@@ -3,7 +3,7 @@
 Each reading repeats one sort of work in slices, with the device drained before each. The median of the slices
 counts. The thread moves to a quiet core between slices (`measurement/quiet_core.py`).
 
-`HostPrices` names the sorts. `priced` multiplies each field of `HostLaunchCosts` by the price of its sort,
+`HostPrices` names the sorts. `host_at` multiplies each field of `HostLaunchCosts` by the price of its sort,
 relative to the price on the host of the packaged rates.
 """
 
@@ -62,7 +62,7 @@ the packaged seconds, by which the measured prices are divided (results/h200-202
 """
 
 
-def priced(
+def host_at(
     known: HostLaunchCosts, prices: Mapping[str, float], reference: Mapping[str, float]
 ) -> HostLaunchCosts:
     """Return the costs on a host with these prices.
@@ -130,7 +130,7 @@ def _by_name(rows: list[Any], name: str) -> dict[str, list[float]]:
     return {part: [row[part] for row in rows] for part in rows[0]}
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _seconds_of(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -145,6 +145,7 @@ def _works(device: str, *, compiled: bool) -> Iterator[tuple[str, Callable[[], A
 
     class Add(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Add one to the tensor in place."""
             return x.add_(1)
 
     nested = nn.Sequential(nn.Sequential(Add()))
@@ -157,11 +158,11 @@ def _works(device: str, *, compiled: bool) -> Iterator[tuple[str, Callable[[], A
         for _ in range(LAUNCHES):
             nested(one)
 
-    yield "launch", lambda: _timed(launches), LAUNCHES
-    yield "module", lambda: _timed(modules), LAUNCHES
+    yield "launch", lambda: _seconds_of(launches), LAUNCHES
+    yield "module", lambda: _seconds_of(modules), LAUNCHES
     yield from _autograd_works(device)
     lists = [[torch.zeros(8, device=device) for _ in range(TENSORS)] for _ in range(2)]
-    yield "tensor", lambda: _timed(lambda: torch._foreach_add_(*lists)), TENSORS
+    yield "tensor", lambda: _seconds_of(lambda: torch._foreach_add_(*lists)), TENSORS
     if compiled:
         yield "program", _program(device), 1
     samples = [
@@ -169,7 +170,7 @@ def _works(device: str, *, compiled: bool) -> Iterator[tuple[str, Callable[[], A
         for _ in range(SAMPLES)
     ]
     collate = torch.utils.data.default_collate
-    yield "collate", lambda: _timed(lambda: [collate(samples) for _ in range(10)]), 10 * SAMPLES
+    yield "collate", lambda: _seconds_of(lambda: [collate(samples) for _ in range(10)]), 10 * SAMPLES
 
 
 def _autograd_works(device: str) -> Iterator[tuple[str, Callable[[], Any], int]]:
@@ -193,11 +194,13 @@ def _autograd_works(device: str) -> Iterator[tuple[str, Callable[[], Any], int]]
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            """Return the doubled tensor and save it."""
             ctx.save_for_backward(value)
             return value * 2
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            """Return the doubled gradient."""
             return grads[0] * 2
 
     def functions() -> None:
@@ -207,7 +210,7 @@ def _autograd_works(device: str) -> Iterator[tuple[str, Callable[[], Any], int]]
         value.sum().backward()
 
     yield "linear", passes, LINEARS * LINEAR_SLICES_EACH
-    yield "function", lambda: _timed(functions), LINEARS
+    yield "function", lambda: _seconds_of(functions), LINEARS
 
 
 def _program(device: str) -> Callable[[], float]:
@@ -229,4 +232,4 @@ def _program(device: str) -> Callable[[], float]:
             for _ in range(10):
                 program(x)
 
-    return lambda: _timed(calls) / 10
+    return lambda: _seconds_of(calls) / 10
