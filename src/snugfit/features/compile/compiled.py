@@ -134,14 +134,10 @@ class Compiled(Technique):
     """
 
     cache: bool = False
-    """Layers fill a cache of keys and values, as in a script that leaves `model.config.use_cache` on. torch
-    then compiles each layer separately, and runs those beyond the limit uncompiled.
-    """
+    """Layers fill a key-value cache, so torch compiles each separately, up to `limit`."""
 
     limit: int = RECOMPILE_LIMIT
-    """Programs that torch compiles for one function (`torch._dynamo.config.recompile_limit`); it counts for
-    layers with a cache.
-    """
+    """torch's `recompile_limit`."""
 
     def __post_init__(self) -> None:
         """Check the settings. Raises `RecipeError` for invalid values, a mode of a backend without modes,

@@ -1,7 +1,7 @@
 """The step of a user's own code: one call of the function that the user's `example` returns.
 
-The code runs unchanged. Its phases follow from torch's own calls: `torch.autograd.backward` and `grad` are
-the backward pass, an optimizer's `step` is the update, and all other code is the forward pass.
+The code runs unchanged. Its phases follow from torch's own calls. `torch.autograd.backward` and `grad` are
+the backward pass, and an optimizer's `step` is the update. All other code is the forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from snugfit.features.examples.host_model import models_without_data
 from snugfit.step.step import Observer, Step
 
 if TYPE_CHECKING:
+    from snugfit.job.job import Job
     from snugfit.rehearsal.device.policy import Policy
+    from snugfit.techniques.setup import Setup
 
 CONTRACT = (
     "Define example(batch_size, device), which builds models, optimizers and data, and returns a function "
@@ -58,8 +60,19 @@ class ExampleStep(Step):
     simulated: ClassVar[Policy | None] = None
     """Policy of the simulated device; None in a real run."""
 
+    def __init__(self, job: Job, setup: Setup, device: torch.device, *, keep_losses: bool = False) -> None:
+        """Create the step. Raises `UsageError` for any recipe, because the code decides all of it."""
+        from snugfit.techniques.recipe import Recipe
+
+        super().__init__(job, setup, device, keep_losses=keep_losses)
+        if setup != Recipe.parse("plain").setup():
+            raise UsageError(
+                "An example runs as its code is written, with the installed software. So its only recipe is "
+                "'plain'. Change the code of the example, and predict it again."
+            )
+
     def run(self, steps: int, observer: Observer) -> list[float]:
-        """Build what the user's function builds, and run `steps` of its training steps. Return no losses."""
+        """Call the user's function, run the training step that it returns `steps` times, return no losses."""
         code: Any = self.job.model.module
         observer.phase("build")
         with contextlib.ExitStack() as contexts:
