@@ -87,6 +87,8 @@ class ExampleStep(Step):
         with contextlib.ExitStack() as contexts:
             if self.device.type == "meta":
                 contexts.enter_context(models_without_data())
+            if _simulates_cuda(self.simulated):
+                contexts.enter_context(_grad_scalers())
             step = code.open(self.job.batch_size, self._device_of_code())
             modules, optimizers = _modules_and_optimizers() if self.device.type == "meta" else ([], [])
             root = code.built = _root_of(modules)
@@ -158,6 +160,15 @@ def _root_of(modules: Sequence[torch.nn.Module]) -> torch.nn.Module:
         number = count_by_name[name]
         root.add_module(name if number == 1 else f"{name}_{number}", module)
     return root
+
+
+@contextlib.contextmanager
+def _grad_scalers() -> Iterator[None]:
+    """Context in which a `GradScaler` is enabled, as on a GPU. Without CUDA, torch disables it."""
+    from torch.cuda.amp import common
+
+    with patch.object(common, "amp_definitely_not_available", lambda: False):
+        yield
 
 
 @contextlib.contextmanager
