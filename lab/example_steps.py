@@ -1,10 +1,11 @@
 """Measure steps of own code on a GPU, beside their predictions.
 
-    python lab/example_steps.py --out results/example-steps-DATE.json [--only NAME] [--batch-size N]
+    python lab/example_steps.py --out FILE.json [--only NAME] [--batch-size N]
 
-Each case runs in a fresh process: a GAN with two optimizers, a language model with float16 autocast, a
-convolutional network, and layers that `torch.compile` compiles one by one while they fill a cache of keys and
-values. The file has the peaks of the third to fifth step and the prediction for the same GPU model.
+Each case runs in a fresh process. The first cases are a GAN with two optimizers, a language model with
+bfloat16 autocast, and a convolutional network. In the others, `torch.compile` compiles each layer of a model,
+with and without a cache of keys and values. The file has the peaks of the third to fifth step and the
+prediction for the same GPU model.
 """
 
 from __future__ import annotations

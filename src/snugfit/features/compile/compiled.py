@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from snugfit.errors import RecipeError
 from snugfit.features.compile.fields import COMPILE, RECOMPILE_LIMIT, CompileWish
 from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 
@@ -134,14 +135,10 @@ class Compiled(Technique):
     """
 
     cache: bool = False
-    """Layers fill a cache of keys and values, as in a script that leaves `model.config.use_cache` on. torch
-    then compiles each layer separately, and runs those beyond the limit uncompiled.
-    """
+    """Layers fill a key-value cache, so torch compiles each separately, up to `limit`."""
 
-    limit: int = RECOMPILE_LIMIT
-    """Programs that torch compiles for one function (`torch._dynamo.config.recompile_limit`); it counts for
-    layers with a cache.
-    """
+    limit: int = between(1, MOST_PROGRAMS, RECOMPILE_LIMIT)
+    """The `recompile_limit` of torch."""
 
     def __post_init__(self) -> None:
         """Check the settings. Raises `RecipeError` for invalid values, a mode of a backend without modes,
@@ -154,10 +151,10 @@ class Compiled(Technique):
                 "simulated with a cache. Set model.config.use_cache = False in the script, and leave "
                 "cache=true out."
             )
-        if not 1 <= self.limit <= MOST_PROGRAMS or (self.limit != RECOMPILE_LIMIT and not self.cache):
+        if self.limit != RECOMPILE_LIMIT and not self.cache:
             raise RecipeError(
-                f"compiled: limit is {self.limit}; it must be 1 to {MOST_PROGRAMS}, and needs cache=true. "
-                "Try 'compiled(cache=true, limit=64)', or leave it out."
+                f"compiled: limit is {self.limit}, which needs cache=true. Try 'compiled(cache=true, "
+                f"limit={self.limit})', or leave it out."
             )
         # Layers are compiled inside of the model's autocast in any case.
         if self.autocast == "within" and self.what == "layers":

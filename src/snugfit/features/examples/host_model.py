@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 DRAWS = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
@@ -25,6 +26,8 @@ def models_without_data() -> Iterator[None]:
     optimizer or a tied weight would keep the old ones. CUDA keeps the parameters and replaces their data, as
     `swap_tensors` does here.
     """
+    import torch
+
     future = torch.__future__
     before = future.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as undo:

@@ -22,7 +22,7 @@ class Example(AddedPhase):
         if not hasattr(job.model.module, "example"):
             raise JobError(
                 f"{job.model.name}: the phase example runs a function of your own file. Try snugfit predict "
-                "--example FILE.py, or snugfit.rehearse(function, batch_size=8)."
+                "--example FILE.py."
             )
         return given
 

@@ -48,7 +48,8 @@ def job_of(example: Callable[..., Any], batch_size: int, name: str = "") -> Job:
     if not callable(example):
         raise UsageError(f"{example!r} is not a function. {CONTRACT}")
     name = name or getattr(example, "__name__", FUNCTION)
-    model = Model(name=name, origin="python", module=ExampleCode(example))
+    code: Any = ExampleCode(example)
+    model = Model(name=name, origin="python", module=code)
     return Job(model=model, task="custom", phase="example", batch_size=batch_size)  # type: ignore[arg-type]
 
 

@@ -89,7 +89,7 @@ def test_a_script_that_compiles_layers_is_read_with_its_cache(tmp_path: Path, li
     [
         ("compiled(what=model, cache=true)", "use_cache = False"),
         ("compiled(limit=9)", "needs cache=true"),
-        ("compiled(cache=true, limit=0)", "1 to 256"),
+        ("compiled(cache=true, limit=0)", "1 to 256|from 1"),
     ],
 )
 def test_a_cache_or_limit_without_meaning_is_refused(words: str, told: str) -> None:

@@ -119,6 +119,29 @@ def test_a_gpu_step_has_its_bytes_by_kind_and_its_seconds() -> None:
     assert larger.footprint.requested_bytes > predicted.footprint.requested_bytes
 
 
+def scaled(batch_size: int, device: torch.device) -> Run:
+    """Return the step of a layer in float16 autocast whose gradients a scaler checks."""
+    model = nn.Linear(8, 8).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.float16):
+            loss = model(torch.rand(batch_size, 8, device=device)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.whole
+def test_the_host_waits_for_the_result_of_a_scaler() -> None:
+    predicted = snugfit.rehearse(scaled, gpu="h200")
+    assert predicted.anatomy.syncs == 1
+
+
 FILE = """
 import torch
 
