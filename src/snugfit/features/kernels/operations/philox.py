@@ -52,22 +52,18 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
     """Return four random words of 32 bits for each counter, as int64 (Salmon et al., SC 2011,
     Philox-4x32-10).
     """
-    # torch has no unsigned integers of 32 bits, so these are stored in int64.
+    # torch has no unsigned integers of 32 bits, so these are stored in int64. Each row of these tensors is one
+    # of two words, so that an operator computes both.
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    first, second = counters & _MASK, torch.full_like(counters, site)
-    third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
+    key = torch.stack([low, high]).view(2, 1)
+    key_step = torch.stack([torch.full_like(low, step) for step in _KEY_STEPS]).view(2, 1)
+    factor = torch.stack([torch.full_like(low, one) for one in reversed(_FACTORS)]).view(2, 1)
+    zeros = torch.zeros_like(counters)
+    third_first = torch.stack([zeros, counters & _MASK])
+    second_fourth = torch.stack([torch.full_like(counters, site), zeros])
     for _ in range(_ROUNDS):
-        upper_third, lower_third = _product(third, _FACTORS[1])
-        upper_first, lower_first = _product(first, _FACTORS[0])
-        first, third = upper_third ^ second ^ low, upper_first ^ fourth ^ high
-        second, fourth = lower_third, lower_first
-        low, high = (low + _KEY_STEPS[0]) & _MASK, (high + _KEY_STEPS[1]) & _MASK
-    return first, second, third, fourth
-
-
-def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper and the lower 32 bits of 32-bit `words` times `factor`, whose product exceeds
-    int64."""
-    # The factor is split into two halves, so that no product exceeds 63 bits.
-    lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
-    return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK
+        product = third_first * factor  # it wraps modulo 2**64, with the bits of an unsigned product
+        first_third = ((product >> 32) & _MASK) ^ second_fourth ^ key
+        third_first, second_fourth = first_third.flip(0), product & _MASK
+        key = (key + key_step) & _MASK
+    return third_first[1], second_fourth[0], third_first[0], second_fourth[1]
