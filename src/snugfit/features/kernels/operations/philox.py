@@ -56,8 +56,8 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
     # of two words, so that an operator computes both.
     low, high = seed & _MASK, (seed >> 32) & _MASK
     key = torch.stack([low, high]).view(2, 1)
-    key_step = torch.stack([torch.full_like(low, step) for step in _KEY_STEPS]).view(2, 1)
-    factor = torch.stack([torch.full_like(low, one) for one in reversed(_FACTORS)]).view(2, 1)
+    key_step = _column(low, *_KEY_STEPS)
+    factor = _column(low, _FACTORS[1], _FACTORS[0])
     zeros = torch.zeros_like(counters)
     third_first = torch.stack([zeros, counters & _MASK])
     second_fourth = torch.stack([torch.full_like(counters, site), zeros])
@@ -67,3 +67,8 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
         third_first, second_fourth = first_third.flip(0), product & _MASK
         key = (key + key_step) & _MASK
     return third_first[1], second_fourth[0], third_first[0], second_fourth[1]
+
+
+def _column(like: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """Return two integers as a tensor (2, 1), on the device of `like` and without a copy from the host."""
+    return torch.stack([torch.full_like(like, first), torch.full_like(like, second)]).view(2, 1)
