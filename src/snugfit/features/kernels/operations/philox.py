@@ -52,8 +52,8 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
     """Return four random words of 32 bits for each counter, as int64 (Salmon et al., SC 2011,
     Philox-4x32-10).
     """
-    # torch has no unsigned integers of 32 bits, so these are stored in int64. Each row of a tensor is one of two
-    # words, so that an operator computes both.
+    # torch has no unsigned integers of 32 bits, so these are stored in int64.
+    # Each row of a tensor is one of two words, so that an operator computes both.
     low, high = seed & _MASK, (seed >> 32) & _MASK
     key = torch.stack([low, high]).view(2, 1)
     key_step = _column(low, *_KEY_STEPS)
