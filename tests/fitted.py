@@ -21,7 +21,7 @@ from snugfit.job.build import instantiate
 Batch = dict[str, torch.Tensor]
 
 
-def model_of(family: str, *, layers: int = 1, dropout: float = 0.0, seed: int = 0) -> Any:
+def model_of(family: str, *, layers: int = 2, dropout: float = 0.0, seed: int = 0) -> Any:
     """Return a model of so many layers with random weights."""
     torch.manual_seed(seed)
     job = small_job(family, layers, dropping(family, dropout))

@@ -20,7 +20,7 @@ import torch
 
 from clean_forks import Forks
 from small_models import small_job
-from small_runs import rows
+from small_runs import layers_of, rows
 from snugfit.errors import SnugfitError
 from snugfit.frontends import own
 from snugfit.frontends.own import train
@@ -51,7 +51,7 @@ def run_of(
     folder: str,
     *,
     job: str = "bert",
-    layers: int = 1,
+    layers: int | None = None,
     recipe: str = "plain",
     samples: int = 25,
     dropout: bool = False,
@@ -65,7 +65,7 @@ def run_of(
     attention = {"attention_dropout": 0.1} if "attention_dropout" in NO_DROPOUT[job] else {}
     small = small_job(
         job,
-        layers,
+        layers or layers_of(recipe),
         {**(attention if dropout else NO_DROPOUT[job]), **(facts or {})},
         batch_size=8,
         clip=1.0,

@@ -1,4 +1,4 @@
-"""Small runs of training: a BERT of one layer with dropout, on rows of numbers, on the CPU."""
+"""Small runs of training: a BERT of one or two layers with dropout, on rows of numbers, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from small_models import small_job
 from snugfit.frontends.own import options_of
 from snugfit.job.job import Job
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.training.journal import Event, read_journal
 from snugfit.training.run.dataset import data_of
 from snugfit.training.run.run import Run
@@ -40,15 +41,24 @@ def rows(count: int, *, vocabulary: int = 96, seed: int = 0) -> list[dict[str, A
     ]
 
 
-def bert_job(batch_size: int = 4, **more: Any) -> Job:
-    return replace(small_job("bert", 1), batch_size=batch_size, sequence_length=16, **more)
+STACKED = (Slot.ENGINE, Slot.CHECKPOINTING, Slot.ACTIVATION_OFFLOAD, Slot.PIPELINE_PARALLEL)
+"""Slots whose techniques may need a stack of equal layers."""
+
+
+def layers_of(recipe: str) -> int:
+    """Return the fewest layers of a model under this recipe: two if a technique needs a stack of them."""
+    return 1 if all(one.plain for one in Recipe.parse(recipe) if one.slot in STACKED) else 2
+
+
+def bert_job(batch_size: int = 4, *, layers: int = 1, **more: Any) -> Job:
+    return replace(small_job("bert", layers), batch_size=batch_size, sequence_length=16, **more)
 
 
 def small_run(
     folder: Path, recipe: str = "plain", *, job: Job | None = None, samples: Any = None, **options: Any
 ) -> Run:
     """Return a run of 12 steps, unless `options` set another number."""
-    job = job or bert_job(clip=1.0)
+    job = job or bert_job(clip=1.0, layers=layers_of(recipe))
     wanted = options_of({"max_steps": 12, **options})
     data = data_of(samples or rows(42), job, None, columns=None, pack=False, collate=None, options=wanted)
     return Run(

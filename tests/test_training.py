@@ -21,6 +21,7 @@ from small_runs import (
     bert_job,
     events,
     killed_in,
+    layers_of,
     losses,
     rows,
     skip_without_packages,
@@ -68,7 +69,7 @@ class Untouched:
 @cache
 def untouched(recipe: str = "plain", *, clip: float | None = 1.0, dropout: bool = True) -> Untouched:
     """Return the reference run that all tests share and none changes."""
-    job = bert_job(clip=clip)
+    job = bert_job(clip=clip, layers=layers_of(recipe))
     with TemporaryDirectory() as folder:
         done = train(small_run(Path(folder), recipe, job=job if dropout else _without_dropout(job)))
         return Untouched(done.model, losses(Path(folder)))

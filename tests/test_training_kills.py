@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 
 from clean_forks import Forks
 from dying_files import dies, points
-from small_models import small_job
 from small_runs import assert_same_weights, bert_job, events, losses, small_run
 from snugfit.errors import UsageError
 from snugfit.training.checkpoint import manifest
@@ -37,7 +35,7 @@ LONGEST = 0.25
 """Maximum lifetime of a process in seconds. Most runs are killed several times, and some reach their end."""
 
 
-SHALLOW = replace(bert_job(clip=1.0), model=small_job("bert", 1).model)
+SHALLOW = bert_job(clip=1.0)
 
 
 def weathers(folder: str) -> int:

@@ -184,7 +184,7 @@ def test_kernels_of_one_weight_do_what_those_of_all_do(device: str, tmp_path: Pa
 def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip: float | None) -> None:
     """With a schedule, dropout and batches of several lengths, it compares losses, norms, rates and
     weights."""
-    job = bert_job(clip=clip)
+    job = bert_job(clip=clip, layers=2)
     kept = train(small_run(tmp_path / "kept", "bf16_master", job=job))
     released = train(small_run(tmp_path / "released", "bf16_master + released", job=job))
     killed_in(small_run(tmp_path / "killed", "bf16_master + released", job=job, save_steps=5), 8)
@@ -199,7 +199,7 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip:
 @pytest.mark.parametrize("recipe", slow_but(["bf16_pure + adamw_stochastic", "bf16_pure + adamw_8bit"], 1))
 def test_bfloat16_weights_go_on_where_they_were_killed(tmp_path: Path, recipe: str) -> None:
     """The random numbers of the rounding come from the generator whose state a checkpoint has."""
-    job, text = bert_job(clip=None), f"{recipe} + released"
+    job, text = bert_job(clip=None, layers=2), f"{recipe} + released"
     whole = train(small_run(tmp_path / "whole", text, job=job))
     killed_in(small_run(tmp_path / "killed", text, job=job, save_steps=5), 8)
     resumed = train(small_run(tmp_path / "killed", text, job=job, save_steps=5))
@@ -251,7 +251,7 @@ def test_what_is_no_number_changes_no_weight(
             if handle is not None:
                 handle.remove()
 
-    job, recipe = bert_job(clip=clip), "bf16_master + released"
+    job, recipe = bert_job(clip=clip, layers=2), "bf16_master + released"
     whole = train(small_run(tmp_path / "whole", recipe, job=job, max_steps=6))
     monkeypatch.setattr(TrainingStep, "take", take)
     says = {"loss": "The loss is nan", "gradient": "A gradient is not|The gradients' norm is nan"}[what]
@@ -274,7 +274,7 @@ def test_when_memory_runs_out_between_updates_the_run_goes_back(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         plain(self, *more)
 
-    job, recipe = bert_job(clip=None), "bf16_master + released"
+    job, recipe = bert_job(clip=None, layers=2), "bf16_master + released"
     whole = train(small_run(tmp_path / "whole", recipe, job=job))
     monkeypatch.setattr(MasterUpdates, "update", update)
     run = small_run(tmp_path / "run", recipe, job=job, save_steps=3)

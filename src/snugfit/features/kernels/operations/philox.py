@@ -53,21 +53,22 @@ def _philox(seed: torch.Tensor, counters: torch.Tensor, site: int) -> tuple[torc
     Philox-4x32-10).
     """
     # torch has no unsigned integers of 32 bits, so these are stored in int64.
+    # Each row of a tensor is one of two words, so that an operator computes both.
     low, high = seed & _MASK, (seed >> 32) & _MASK
-    first, second = counters & _MASK, torch.full_like(counters, site)
-    third, fourth = torch.zeros_like(counters), torch.zeros_like(counters)
+    key = torch.stack([low, high]).view(2, 1)
+    key_step = _column(low, *_KEY_STEPS)
+    factor = _column(low, _FACTORS[1], _FACTORS[0])
+    zeros = torch.zeros_like(counters)
+    third_first = torch.stack([zeros, counters & _MASK])
+    second_fourth = torch.stack([torch.full_like(counters, site), zeros])
     for _ in range(_ROUNDS):
-        upper_third, lower_third = _product(third, _FACTORS[1])
-        upper_first, lower_first = _product(first, _FACTORS[0])
-        first, third = upper_third ^ second ^ low, upper_first ^ fourth ^ high
-        second, fourth = lower_third, lower_first
-        low, high = (low + _KEY_STEPS[0]) & _MASK, (high + _KEY_STEPS[1]) & _MASK
-    return first, second, third, fourth
+        product = third_first * factor  # it wraps modulo 2**64, with the bits of an unsigned product
+        first_third = ((product >> 32) & _MASK) ^ second_fourth ^ key
+        third_first, second_fourth = first_third.flip(0), product & _MASK
+        key = (key + key_step) & _MASK
+    return third_first[1], second_fourth[0], third_first[0], second_fourth[1]
 
 
-def _product(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper and the lower 32 bits of 32-bit `words` times `factor`, whose product exceeds
-    int64."""
-    # The factor is split into two halves, so that no product exceeds 63 bits.
-    lower, upper = words * (factor & 0xFFFF), words * (factor >> 16)
-    return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & _MASK
+def _column(like: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """Return two integers as a tensor (2, 1), on the device of `like` and without a copy from the host."""
+    return torch.stack([torch.full_like(like, first), torch.full_like(like, second)]).view(2, 1)
