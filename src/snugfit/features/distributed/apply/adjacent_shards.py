@@ -23,11 +23,11 @@ from snugfit.features.distributed.apply.meshes import mesh, split
 if TYPE_CHECKING:
     import torch
 
-Place = tuple["torch.nn.Module", str]
+ParameterName = tuple["torch.nn.Module", str]
 """A module, and the name of one of its parameters."""
 
 
-def adjacent_weights(module: torch.nn.Module, ranks: int) -> list[list[Place]]:
+def adjacent_weights(module: torch.nn.Module, ranks: int) -> list[list[ParameterName]]:
     """Return the parameters of a module that are adjacent in memory, as lists in the order of addresses.
 
     `ranks` processes must have equal parts of each, since padding would separate the gathered weights.
@@ -40,7 +40,7 @@ def adjacent_weights(module: torch.nn.Module, ranks: int) -> list[list[Place]]:
         if mesh(weight) is None and weight.is_contiguous() and weight.ndim and weight.size(0) % ranks == 0
     }
     stored = split((weight for weight, _ in places.values()), lambda weight: weight.untyped_storage()._cdata)
-    runs: list[list[Place]] = []
+    runs: list[list[ParameterName]] = []
     for weights in stored:
         ordered = sorted(weights, key=lambda weight: weight.storage_offset())
         joins = [_is_next(*two) for two in pairwise(ordered)]
@@ -57,17 +57,17 @@ def _is_next(first: torch.Tensor, second: torch.Tensor) -> bool:
     return alike and first.storage_offset() + first.numel() == second.storage_offset()
 
 
-def change_gathering(module: Any, runs: Sequence[Sequence[Place]]) -> None:
+def change_gathering(module: Any, runs: Sequence[Sequence[ParameterName]]) -> None:
     """Make FSDP2 gather each of these lists of a sharded module's parameters into one buffer, and weights of
     mixed dtypes as 32-bit words.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return
-    found = {(one._module_info.module, one._module_info.param_name): one for one in group.fsdp_params}
+    by_name = {(one._module_info.module, one._module_info.param_name): one for one in group.fsdp_params}
     for run in runs:
-        if all(place in found for place in run):
-            _JointBuffer([found[place] for place in run])
+        if all(owner_and_name in by_name for owner_and_name in run):
+            _JointBuffer([by_name[owner_and_name] for owner_and_name in run])
     if group.mp_policy.param_dtype is None:
         _gather_words(group.fsdp_params)
 
@@ -81,10 +81,10 @@ def _gather_words(members: Sequence[Any]) -> None:
     """
     import torch
 
-    others = [one for one in members if one.sharded_param.dtype != torch.float32]
-    is_mixed = 0 < len(others) < len(members)
-    if is_mixed and all(one._sharded_param_data.nbytes % torch.float32.itemsize == 0 for one in others):
-        for one in others:
+    narrower = [one for one in members if one.sharded_param.dtype != torch.float32]
+    is_mixed = 0 < len(narrower) < len(members)
+    if is_mixed and all(one._sharded_param_data.nbytes % torch.float32.itemsize == 0 for one in narrower):
+        for one in narrower:
             one.__class__ = _words_class()
 
 
