@@ -1,6 +1,6 @@
 """Predict recorded steps at the power limit, with and without the model of power, beside measured seconds.
 
-    python lab/power_steps.py OUT.json
+    python lab/power_steps.py OUT.json    # adds the steps that OUT.json lacks
 
 The steps are those of `results/h200-2026-11-30` with adapters. They are no part of the fit in `rates.json`,
 which has single kernels alone. A row has the milliseconds, and the clock in MHz by nvidia-smi.
@@ -74,19 +74,29 @@ def predicted(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Predict all steps in two processes, and write and print them."""
+    """Predict the steps that the file lacks, in two processes; write and print them."""
+    out = Path(sys.argv[1])
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    rest = [step for step in steps() if not any(step.items() <= row.items() for row in rows)]
     with get_context("fork").Pool(2) as pool:
-        rows = pool.map(predicted, steps(), chunksize=1)
-    for row in rows:
-        ratios = [row[name] / row["ms"] for name in ("without_power_ms", "predicted_ms")]
-        print(f"{row['model']:14} {row['ms']:7.1f} ms  {ratios[0]:.3f} -> {ratios[1]:.3f}  {row['recipe']}")
+        for row in pool.imap(predicted, rest):
+            ratios = [row[name] / row["ms"] for name in ("without_power_ms", "predicted_ms")]
+            text = f"{row['ms']:7.1f} ms  {ratios[0]:.3f} -> {ratios[1]:.3f}  {row['recipe']}"
+            print(f"{row['model']:14} {text}", flush=True)
+            rows.append(row)
+            # A run may be killed at its time limit.
+            _write(out, rows)
+    _write(out, rows)
+
+
+def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows with their median errors."""
     summary = {
         name: statistics.median(abs(row[name] / row["ms"] - 1) for row in rows)
         for name in ("without_power_ms", "predicted_ms")
     }
     document = {"what": "predicted steps at the power limit", "median_error": summary, "versions": versions()}
-    Path(sys.argv[1]).write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(summary)
+    out.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
