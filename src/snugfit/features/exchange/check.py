@@ -138,6 +138,7 @@ def check_document(document: Document) -> Checked:
     if document.format != "python" or document.dialect in (
         "trainer",
         "sft",
+        "loop",
     ):  # the other rules are about whole files
         findings += _apply_rules(document, facts)
     kinds = ("conflict", "unknown", "renamed", "removed", "no effect", "trap")

@@ -16,6 +16,7 @@ from aligned import peak
 from reported import foreseen, reports
 from small_models import small_job
 from snugfit.errors import RecipeError
+from snugfit.features.exchange.check import check
 from snugfit.features.exchange.read import read_arguments
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
@@ -82,6 +83,8 @@ def test_a_script_that_compiles_layers_is_read_with_its_cache(tmp_path: Path, li
     reading = read_arguments(file)
     assert not reading.refused
     assert reading.settings["recipe"] == recipe
+    warned = any("use_cache = False" in finding.says for finding in check(file).findings)
+    assert warned == (recipe == "compiled(cache=true)")
 
 
 @pytest.mark.parametrize(
