@@ -286,7 +286,7 @@ def test_recomputing_takes_no_less_than_what_is_said_of_it_beforehand(architectu
 @pytest.mark.whole  # Inductor lowers the layers
 def test_recomputed_compiled_layers_take_no_less_than_uncompiled_ones_say() -> None:
     """Autocast keeps weight copies until an uncompiled forward pass ends, but none for compiled layers."""
-    job = small_job("bert", 4, {"hidden_size": 512, "intermediate_size": 2048}, batch_size=2)
+    job = small_job("bert", 2, {"hidden_size": 512, "intermediate_size": 2048}, batch_size=2)
     parts = Parts(job, GPUS[:1], GpuTimers(GPUS[:1]))
     uncompiled, compiled = (
         parts.screen([Recipe.parse(f"bf16 + every_layer + micro_batches(2) + sgd + {engine}").setup()])[0][0]
