@@ -53,7 +53,11 @@ def is_spliced(technique: type[Technique]) -> bool:
     recorded as graphs, or with updates inside the backward pass, are also simulated whole. Two techniques are
     for phases without an update.
     """
-    whole = technique.needs_several_gpus or technique.name in ("captured", "released")
+    whole = technique.needs_several_gpus or technique.name in (
+        "captured",
+        "released",
+        "released_late",
+    )
     return technique.searched and not whole and technique.name not in ("kv_cache", "low_bits")
 
 

@@ -21,7 +21,7 @@ import torch
 from run_again import RunAgain, batch_of, captured_on_cpu
 
 from small_models import small_job
-from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
+from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, layers_of, losses, small_run
 from snugfit.errors import RecipeError, SnugfitError, UsageError
 from snugfit.features.engine.replay.batch import fill_up, layout_of, longest_sequence
 from snugfit.features.engine.replay.graphs import REHEARSED
@@ -112,8 +112,9 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, recip
     """Losses, norms, learning rates and weights agree, with a schedule, clipping, dropout and batches of
     several lengths.
     """
-    whole = train(small_run(tmp_path / "written", recipe))
     recorded = f"{recipe} + captured(multiple=1)"
+    job = bert_job(clip=1.0, layers=layers_of(recorded))
+    whole = train(small_run(tmp_path / "written", recipe, job=job))
     with captured_on_cpu() as graphs:
         played = train(small_run(tmp_path / "played", recorded))
         killed_in(small_run(tmp_path / "killed", recorded, save_steps=5), 8)

@@ -67,7 +67,7 @@ def test_the_export_is_for_the_tool_whose_file_the_user_came_with(tool: str) -> 
 def test_a_trainer_whose_arguments_cannot_say_the_recipe_is_fitted() -> None:
     job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, batch_size=8)
     best = SimpleNamespace(recipe="bf16 + chunked_loss")
-    lines = list(next_steps(cast(Plan, SimpleNamespace(job=job, best=best))))
+    lines = list(next_steps(cast(Plan, SimpleNamespace(job=job, best=best, timing=None))))
     assert "In a Trainer: snugfit.fit(trainer, 'bf16 + chunked_loss') before trainer.train()" in lines
     assert not [line for line in lines if "snugfit export" in line], "no script has it without snugfit"
 
@@ -75,7 +75,7 @@ def test_a_trainer_whose_arguments_cannot_say_the_recipe_is_fitted() -> None:
 def test_arguments_of_a_trainer_are_the_whole_recipe_or_not_said() -> None:
     job = Job(model=Model.find("gpt2"), task=Task.CAUSAL_LM, batch_size=8)
     best = SimpleNamespace(recipe="bf16 + compiled")
-    lines = list(next_steps(cast(Plan, SimpleNamespace(job=job, best=best))))
+    lines = list(next_steps(cast(Plan, SimpleNamespace(job=job, best=best, timing=None))))
     assert "In a Trainer: snugfit.fit(trainer, 'bf16 + compiled') before trainer.train()" in lines
     assert not [line for line in lines if "TrainingArguments" in line]
     assert [line for line in lines if "snugfit export" in line and "--to torch" in line]

@@ -509,10 +509,3 @@ def test_a_recipe_without_the_kernels_removes_them(family: str, tmp_path: Path) 
     fit(trainer, "plain", watch=quiet)
     assert not any("forward" in vars(one) for one in trainer.model.modules())
     assert [len(one._forward_pre_hooks) for one in trainer.model.modules()] == hooks
-
-
-def test_a_trainer_is_not_recorded(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, model_of("llama"), spoken())
-    with pytest.raises(RecipeError, match="captured: its steps are those of another loop"):
-        fit(trainer, "lora + bf16_pure + captured + fused", watch=quiet)
-    assert not any("forward" in vars(one) for one in trainer.model.modules())

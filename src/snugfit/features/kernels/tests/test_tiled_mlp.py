@@ -41,7 +41,7 @@ def test_tiles_have_the_gradients_of_the_whole(family: str) -> None:
     tiled = copy.deepcopy(plain)
     use_fused(tiled, mlp_tokens=TILE)
     hold(plain, tiled, 2e-5)
-    assert remove_fused(tiled)
+    remove_fused(tiled)
     assert not any("mlp_tokens" in vars(module) for module in tiled.modules())
 
 

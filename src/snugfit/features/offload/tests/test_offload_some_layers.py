@@ -172,18 +172,18 @@ def test_a_copy_has_as_long_as_there_is_room() -> None:
     A link on which a copy takes as long as three layers does not make the step longer. Recomputing the layer
     does.
     """
-    this, gpu = small_job("llama", LAYERS, batch_size=16, sequence_length=8192), find_gpu("h200")
+    this, gpu = small_job("llama", LAYERS, batch_size=64, sequence_length=8192), find_gpu("h200")
     plain, early = on_a_gpu(this, "bf16"), on_a_gpu(this, "bf16 + host(all, layers=1)")
     again = on_a_gpu(this, "bf16 + first_layers(1)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload.Window, "leave", _leave_at_once)
         at_once = on_a_gpu(this, "bf16 + host(all, layers=1)")
     assert early.peak().nbytes == at_once.peak().nbytes < plain.peak().nbytes
-    computing = step_seconds(plain, gpu, batch_size=16).device_seconds
+    computing = step_seconds(plain, gpu, batch_size=64).device_seconds
     three_layers = 3 * computing / 3 / LAYERS  # a forward pass is a third of a step's products
     rates = replace(rates_for(gpu), link=sum(copies_of(early, COPY_OUT)) / three_layers)
     without, with_room, recomputed, without_room = (
-        step_seconds(trace, gpu, batch_size=16, rates=rates).step_seconds
+        step_seconds(trace, gpu, batch_size=64, rates=rates).step_seconds
         for trace in (plain, early, again, at_once)
     )
     assert with_room == pytest.approx(without, rel=0.01)

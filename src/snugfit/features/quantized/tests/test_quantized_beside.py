@@ -26,7 +26,6 @@ from tiers import slow_but
         ("llama", "qlora + selective(products)", r"selective\(products\) keeps nothing\. Try 'every_layer'"),
         ("llama", "fp8 + zero2", "not simulated together with fp8"),
         ("llama", "fp8 + ddp", "not simulated together with fp8"),
-        ("llama", "qlora + zero2", "not simulated together with qlora"),
     ],
 )
 def test_techniques_that_exclude_each_other_are_named(family: str, recipe: str, says: str) -> None:
