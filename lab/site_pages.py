@@ -43,7 +43,8 @@ REFERENCE = {
     ),
     "predict": (
         "Predict and plan",
-        "predict rehearse predict_serving compare plan plan_gpus plan_several_gpus plan_lengths ways_out SnugfitError",
+        "predict rehearse predict_serving compare plan plan_gpus plan_several_gpus plan_lengths ways_out "
+        "SnugfitError",
     ),
     "train": ("Train and measure", "train fit accelerate HandRun Trained measure watch SnugfitCallback"),
     "results": (

@@ -20,7 +20,6 @@ from fitted import classified, losses_of, model_of, quiet, spoken, trainer_of
 from small_models import small_job
 from small_runs import assert_same_weights, events, killed_in, losses, skip_without_packages, small_run
 from snugfit import fit
-from snugfit.errors import RecipeError
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.adapted import objection, projections_of, unsupported_settings
 from snugfit.features.kernels.operations.four_bits import unpack
