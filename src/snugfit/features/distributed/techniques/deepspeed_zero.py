@@ -1,19 +1,20 @@
-"""Settings and limits that the techniques `zero2` and `zero3` share."""
+"""The base class of `zero2` and `zero3`, with the settings and limits that they share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import UsageError
 from snugfit.features.distributed.fields import ShardingWish
 from snugfit.features.distributed.techniques.several_gpus import adds_adapters
 from snugfit.step.wishes.own_attention import own_attentions
 from snugfit.techniques.counterpart import Counterpart, Setting
+from snugfit.techniques.setting import between
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.several_gpus import untried_techniques
-from snugfit.techniques.technique import Slot, TechniqueBySlot
+from snugfit.techniques.technique import Fidelity, Slot, Technique, TechniqueBySlot
 from snugfit.versions import version_of
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ ADAMW = "torch.optim:AdamW"
 
 LARGEST_BUCKET = 10**11
 """Largest accepted number of elements in a bucket (chosen). No GPU has memory for more."""
-
-NEEDS = ("deepspeed>=0.18",)
 
 TRAINED = "deepspeed>=0.19.8"
 """Version of DeepSpeed with which snugfit can train. Checkpoints use its partitions, and an update first
@@ -135,14 +134,6 @@ def counterparts(stage: int) -> tuple[Counterpart, ...]:
     return tuple(named)
 
 
-def with_engine(setup: Setup, wish: ShardingWish) -> Setup:
-    """Return the Setup in which DeepSpeed runs the steps. Weights are kept in autocast's dtype, and the
-    optimizer updates fp32 copies of them.
-    """
-    dtype, setup = setup.without_autocast()
-    return setup.with_fields(sharding=replace(wish, dtype=dtype or "float32"))
-
-
 def refuse_training(wish: ShardingWish) -> None:
     """Raise `UsageError` for settings of the engine that no loop of snugfit can train with."""
     from packaging.requirements import Requirement
@@ -167,28 +158,57 @@ def refuse_training(wish: ShardingWish) -> None:
         )
 
 
-def objections(job: Job, recipe: TechniqueBySlot, *, on_host: bool) -> Iterator[str]:
-    """Yield the reasons why DeepSpeed's engine cannot run this job or recipe."""
-    setup = recipe[Slot.PRECISION].alone
-    if not job.trains:
-        yield "it supports training only. Leave it out."
-    if job.model.module is not None:
-        yield "models of your own are not simulated with it. Leave it out."
-    # Frozen weights in bf16 need no fp32 copies, and adapters are fp32 already.
-    trains_fp32 = adds_adapters(recipe[Slot.ADAPTERS]) and setup.autocast == job.dtype == "bfloat16"
-    is_fp32 = trains_fp32 or job.dtype == "float32"
-    if setup.weights_dtype is not None or setup.scale_gradients or not is_fp32:
-        yield (
-            f"it updates weights in fp32 and computes in bf16 or fp32, so it cannot be combined with "
-            f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
-        )
-    for technique in untried_techniques(recipe):
-        if not adds_adapters(technique):
-            yield f"it is not simulated together with {technique}. Leave one of them out."
-    if recipe[Slot.ATTENTION].value in own_attentions():
-        yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
-    if recipe[Slot.OPTIMIZER].value.factory.path != ADAMW:
-        update = (
-            "its update on the host is DeepSpeed's AdamW" if on_host else "only AdamW's update is simulated"
-        )
-        yield f"{update}, so it cannot be combined with {recipe[Slot.OPTIMIZER]}. Try 'adamw'."
+@dataclass(frozen=True, kw_only=True)
+class EngineTechnique(Technique):
+    """Base class of techniques whose steps DeepSpeed's engine runs."""
+
+    fidelity: ClassVar = Fidelity.ROUNDS
+    needs: ClassVar = ("deepspeed>=0.18",)
+    extra: ClassVar = "deepspeed"
+    unplanned: ClassVar = f"plans leave it out. {TREE}"
+    caveat: ClassVar = UNCERTAIN
+    searched: ClassVar = False
+
+    zero_stage: ClassVar[int]
+    """Stage of ZeRO."""
+
+    offload: str = "cpu"
+
+    bucket: int | None = between(1, LARGEST_BUCKET, default=None)
+    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). The
+    default is the square of the model's width, as for `auto`; DeepSpeed's own is 500000000.
+    """
+
+    def install(self, setup: Setup) -> Setup:
+        """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps. Weights are kept in
+        autocast's dtype, and the optimizer updates fp32 copies of them.
+        """
+        dtype, setup = setup.without_autocast()
+        wish = wish_of(self.zero_stage, self.offload, self.bucket)
+        return setup.with_fields(sharding=replace(wish, dtype=dtype or "float32"))
+
+    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
+        """Yield the reasons why DeepSpeed's engine cannot run this job or recipe."""
+        setup = recipe[Slot.PRECISION].alone
+        if not job.trains:
+            yield "it supports training only. Leave it out."
+        if job.model.module is not None:
+            yield "models of your own are not simulated with it. Leave it out."
+        # Frozen weights in bf16 need no fp32 copies, and adapters are fp32 already.
+        trains_fp32 = adds_adapters(recipe[Slot.ADAPTERS]) and setup.autocast == job.dtype == "bfloat16"
+        is_fp32 = trains_fp32 or job.dtype == "float32"
+        if setup.weights_dtype is not None or setup.scale_gradients or not is_fp32:
+            yield (
+                f"it updates weights in fp32 and computes in bf16 or fp32, so it cannot be combined with "
+                f"{recipe[Slot.PRECISION]} over weights in {job.dtype}. Try 'bf16' over weights in float32."
+            )
+        for technique in untried_techniques(recipe):
+            if not adds_adapters(technique):
+                yield f"it is not simulated together with {technique}. Leave one of them out."
+        if recipe[Slot.ATTENTION].value in own_attentions():
+            yield f"it is not simulated together with {recipe[Slot.ATTENTION]}. Take 'sdpa'."
+        if recipe[Slot.OPTIMIZER].value.factory.path != ADAMW:
+            update = "only AdamW's update is simulated"
+            if self.offload != "none":
+                update = "its update on the host is DeepSpeed's AdamW"
+            yield f"{update}, so it cannot be combined with {recipe[Slot.OPTIMIZER]}. Try 'adamw'."

@@ -45,11 +45,6 @@ class Fsdp(several_gpus.SharedBatch):
         """Yield settings: weights stay gathered until the backward pass, or are gathered twice."""
         yield from (cls(reshard="none"), cls())
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning that predictions with shards on the host were measured in few cases."""
-        if self.offload == "cpu":
-            yield several_gpus.SHARDS_ON_HOST
-
     def wish(self) -> ParallelWish:
         """Return the distribution over processes (field `parallel`): weights sharded over all GPUs."""
         return ParallelWish(weights="sharded", reshard=self.reshard, on_host=self.offload == "cpu")

@@ -41,11 +41,6 @@ class Hsdp(several_gpus.SharedBatch):
     `cpu`, weights are copied to the GPU whenever they are gathered.
     """
 
-    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield a warning that predictions with shards on the host were measured in few cases."""
-        if self.offload == "cpu":
-            yield several_gpus.SHARDS_ON_HOST
-
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:
         """Yield settings for groups of GPUs that fit into one host."""

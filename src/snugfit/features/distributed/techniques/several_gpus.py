@@ -175,6 +175,11 @@ class SharedBatch(Technique):
         """Yield reasons to refuse a recipe: settings that are not simulated on several GPUs."""
         yield from objections(job, recipe, self.wish())
 
+    def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
+        """Yield a warning that predictions with shards on the host were measured in few cases."""
+        if self.wish().on_host:
+            yield SHARDS_ON_HOST
+
 
 def along(setup: Setup, **counts: Any) -> Setup:
     """Return the training settings with the given numbers of ranks along some axes of the device mesh. Other

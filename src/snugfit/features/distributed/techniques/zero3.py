@@ -15,27 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from snugfit.features.distributed.techniques import deepspeed_zero
-from snugfit.techniques.setting import between
-from snugfit.techniques.setup import Setup
-from snugfit.techniques.technique import Fidelity, Technique, TechniqueBySlot
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero3(Technique):
+class Zero3(deepspeed_zero.EngineTechnique):
     """DeepSpeed's ZeRO-3: weights, states and the update on the host, a disk, or spread over GPUs."""
 
-    fidelity: ClassVar = Fidelity.ROUNDS
-    needs: ClassVar = deepspeed_zero.NEEDS
-    extra: ClassVar = "deepspeed"
-    unplanned: ClassVar = f"plans leave it out. {deepspeed_zero.TREE}"
     source: ClassVar = "Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857; deepspeed.runtime.zero.stage3"
     elsewhere: ClassVar = ("zero_infinity", "deepspeed_zero3", "deepspeed_stage3")
     counterparts: ClassVar = deepspeed_zero.counterparts(3)
     last_resort: ClassVar = "zero3"
-    searched: ClassVar = False
+    zero_stage: ClassVar = 3
 
     offload: Literal["cpu", "optimizer", "nvme", "none"] = "cpu"
     """Place of weights, optimizer states and the update: `cpu` is the host, `nvme` a disk (the folder for
@@ -43,22 +36,8 @@ class Zero3(Technique):
     files part by part to update.
     """
 
-    bucket: int | None = between(1, deepspeed_zero.LARGEST_BUCKET, default=None)
-    """Number of elements of the buffer in which gradients are averaged (`reduce_bucket_size`). The
-    default is the square of the model's width, as for `auto`; DeepSpeed's own is 500000000.
-    """
-
-    def install(self, setup: Setup) -> Setup:
-        """Set the Setup's `sharding` field, so that DeepSpeed's engine runs the steps."""
-        wish = deepspeed_zero.wish_of(3, self.offload, self.bucket)
-        return deepspeed_zero.with_engine(setup, wish)
-
-    def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
-        """Yield reasons to refuse a recipe: the engine supports only AdamW in fp32 or bf16."""
-        yield from deepspeed_zero.objections(job, recipe, on_host=self.offload != "none")
-
     def warnings(self, job: Job, compute_capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield a warning about the accuracy of predictions, as measured in a few cases."""
-        yield deepspeed_zero.UNCERTAIN
+        yield from super().warnings(job, compute_capability)
         if self.offload == "nvme":
             yield deepspeed_zero.OF_DISKS
