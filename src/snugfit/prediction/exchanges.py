@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from snugfit.results.footprint import Kind
 from snugfit.techniques.registry import hooks
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 GPUS_PER_HOST = 8
 """Number of GPUs of one host: the usual number in hosts for sale and for rent."""
-
-MICRO_BATCHES_IN_FULL = 2
-"""Number of micro-batches to simulate with all layers. Further micro-batches take as many bytes as the
-second, unless a pipeline splits the layers into stages.
-"""
 
 
 class ForeseenRank(NamedTuple):
@@ -158,20 +153,6 @@ class Exchanges:
     def doubts(trace: Trace, gpu: Gpu | None, rates: Rates | None = None) -> list[str]:
         """Return warnings about the accuracy of a trace's collectives."""
         return []
-
-    # ---- searching ----
-
-    def few_layers_question(
-        self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
-    ) -> Any | None:
-        """Return an object whose method `judge` predicts ranks with different work, from a model with few
-        layers. Return None if all ranks have the same work.
-        """
-        return None
-
-    def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return the number of micro-batches to simulate; larger numbers are extrapolated from it."""
-        return MICRO_BATCHES_IN_FULL
 
 
 def weight_bytes(trace: Trace) -> int:

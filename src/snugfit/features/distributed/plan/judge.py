@@ -16,13 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from snugfit.errors import SnugfitError
+from snugfit.features.distributed.fields import PARALLEL, ParallelWish
+from snugfit.features.distributed.price.communication import communication_bytes, doubts_about_exchanges
+from snugfit.features.distributed.price.few_stages import STEPS, StagesQuestion, few_layers
+from snugfit.features.distributed.price.stages import FURTHER, IN_TURN
 from snugfit.job.gpu import Gpu
 from snugfit.job.job import Job
 from snugfit.planning.cost.periodic import later_starts
 from snugfit.planning.cost.shallow import linear_extrapolate
 from snugfit.prediction.allocator import replay
 from snugfit.prediction.device import context_of, policy_for
-from snugfit.prediction.exchanges import MICRO_BATCHES_IN_FULL, exchanges
 from snugfit.prediction.predict import predict
 from snugfit.prediction.profile import Software
 from snugfit.prediction.rates import rates_for
@@ -39,18 +42,13 @@ from snugfit.techniques.technique import Slot
 if TYPE_CHECKING:
     from snugfit.rehearsal.trace.trace import Kernel, Trace
 
-FEWEST = 4
-"""Number of layers of the shallower of two simulated models (chosen). With fewer, FSDP gathers weights ahead
-that a deep model does not hold at once. The bytes of many layers then come out too small.
-"""
-
 FEW_PIECES = 3
 """Number of simulated micro-batches that represent any larger number: the first, the last, and one between.
 """
 
-STEPS = 2
-"""Number of simulated steps. Permanent allocations, such as optimizer states, exist from the end of the first
-one.
+PIECES_IN_FULL = 2
+"""Number of micro-batches to simulate with all layers. Further micro-batches take as many bytes as the
+second, unless a pipeline splits the layers into stages.
 """
 
 
@@ -114,8 +112,8 @@ class Judge:
         asked = tuple(self._kinds[kind] for kind in kinds)
         one = _OneQuestion(asked, self._software)
         try:
-            question = exchanges().few_layers_question(asked, self._software, one.policy, part, setup)
-            if question is not None:
+            if (PARALLEL.of(setup) or ParallelWish()).stages > 1:
+                question = StagesQuestion(asked, self._software, one.policy, part, setup)
                 steps = question.judge(self._depth(part, setup))
                 return [
                     Judged(doubts=tuple(doubts), **step._asdict())
@@ -136,7 +134,7 @@ class Judge:
         further one are added. Raises `SnugfitError` as `predict` does.
         """
         setup = on_gpus(recipe.setup(), gpus)
-        most = exchanges().micro_batches_in_full(setup)
+        most = _pieces_in_full(setup)
         few = setup.micro_batches > most
         prediction = (
             self._with_pieces(gpus, recipe, int(most))
@@ -144,7 +142,7 @@ class Judge:
             else predict(self._job, recipe, gpu=self._gpu, gpus=gpus)
         )
         needed = prediction.needed_bytes
-        if few and most > MICRO_BATCHES_IN_FULL:
+        if few and most > PIECES_IN_FULL:
             fewer = self._with_pieces(gpus, recipe, int(most) - 1).footprint.allocated_bytes or 0
             further = max(0, (prediction.footprint.allocated_bytes or 0) - fewer)
             needed += (setup.micro_batches - int(most)) * further
@@ -167,25 +165,28 @@ class Judge:
 
     def _by_layers(self, part: Job, setup: Setup, one: _OneQuestion) -> list[_FewPieces]:
         depth = self._depth(part, setup)
-        if depth is None:
+        points = few_layers(depth, setup)
+        if depth is None or points == (0,):
             return _by_few_pieces(part, setup, one)
-        asked, repeats, _ = periodic_setup(setup, depth.layers)
-        period = math.lcm(depth.period, repeats)
-        least = math.ceil(FEWEST / period) * period
-        more = least + max(period, 2 // period * period)
-        # Simulating two shallow models would take no less time than the deep one.
-        if least + more >= depth.layers:
-            return _by_few_pieces(part, setup, one)
+        asked = periodic_setup(setup, depth.layers).setup
         return _on_a_line(
-            (least, more),
-            lambda layers: _by_few_pieces(depth.shallower(part, layers), asked, one),
-            depth.layers,
+            points, lambda layers: _by_few_pieces(depth.shallower(part, layers), asked, one), depth.layers
         )
 
     def _depth(self, part: Job, setup: Setup) -> Depth | None:
         if setup.attention not in self._depths:
             self._depths[setup.attention] = depth_of(part, setup)
         return self._depths[setup.attention]
+
+
+def _pieces_in_full(setup: Setup) -> float:
+    """Return the number of micro-batches to simulate with all layers: slightly more than pipeline stages;
+    infinity (all of them) for interleaved schedules.
+    """
+    wish = PARALLEL.of(setup) or ParallelWish()
+    if wish.stages == 1:
+        return PIECES_IN_FULL
+    return wish.stages + FURTHER + 1 if wish.schedule in IN_TURN else math.inf
 
 
 class _FewPieces(NamedTuple):
@@ -243,7 +244,7 @@ class _OneQuestion:
         trace = rehearse(part, setup, self.policy, steps=STEPS)
         after = replay(trace, expandable=setup.expandable_segments)
         gpus = ranks_of(setup)
-        group = exchanges().communication_bytes(trace, gpus)
+        group = communication_bytes(trace, gpus)
         longer = with_a_further_piece(trace) if setup.micro_batches > 1 else None
         figures: list[_FewPieces] = []
         for gpu, doubts in zip(self._kinds, self.doubts, strict=True):
@@ -258,7 +259,7 @@ class _OneQuestion:
                 if longer is not None
                 else [0.0] * len(known)
             )
-            doubts.update(dict.fromkeys(exchanges().doubts(trace, gpu, rates)))
+            doubts.update(dict.fromkeys(doubts_about_exchanges(trace, gpu, rates)))
             unused = context + after.reserved_peak - after.allocated_peak
             figures.append(_FewPieces(unused, after.allocated_peak, *known, *further))
         return figures

@@ -14,10 +14,9 @@ it is free.
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from snugfit.errors import GpuError
 from snugfit.features.distributed.apply.stages import EMBEDDING, HEAD, layers_at
@@ -28,8 +27,6 @@ from snugfit.features.distributed.price.communication import (
     interconnect_of,
 )
 from snugfit.features.distributed.price.stages import (
-    FURTHER,
-    IN_TURN,
     PipelinedStep,
     pipelined_step,
     rank_of,
@@ -51,7 +48,6 @@ from snugfit.techniques.several_gpus import ranks_of
 
 if TYPE_CHECKING:
     from snugfit.features.distributed.fields import ParallelWish
-    from snugfit.features.distributed.price.few_stages import StagesQuestion
     from snugfit.job.gpu import Gpu
     from snugfit.job.job import Job
     from snugfit.prediction.exchanges import ForeseenRank
@@ -149,27 +145,6 @@ class DistributedExchanges(Exchanges):
         ranks do the same work.
         """
         return PipelinedRanks(ranks, job, setup, gpu) if len(ranks) > 1 else None
-
-    def few_layers_question(
-        self, kinds: Sequence[Gpu], software: Any, policy: Any, part: Job, setup: Setup
-    ) -> StagesQuestion | None:
-        """Return an object that predicts pipeline stages from a simulation of few layers; None without
-        pipeline stages.
-        """
-        from snugfit.features.distributed.price.few_stages import StagesQuestion
-
-        wish = PARALLEL.of(setup)
-        in_stages = wish is not None and wish.stages > 1
-        return StagesQuestion(kinds, software, policy, part, setup) if in_stages else None
-
-    def micro_batches_in_full(self, setup: Setup) -> float:
-        """Return the number of micro-batches to simulate: slightly more than pipeline stages; infinity (all
-        of them) for interleaved schedules.
-        """
-        wish = PARALLEL.of(setup)
-        if wish is None or wish.stages == 1:
-            return super().micro_batches_in_full(setup)
-        return wish.stages + FURTHER + 1 if wish.schedule in IN_TURN else math.inf
 
 
 # ---- pipelines --------------------------------------------------------------------------------------------

@@ -56,12 +56,28 @@ if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
 
 FEWEST = 4
-"""Number of layers of the shallower of two simulated stages (chosen), as in other models of few layers."""
+"""Number of layers of the shallower of two simulated models or stages (chosen). With fewer, FSDP gathers
+weights ahead that a deep model does not hold at once. The bytes of many layers then come out too small.
+"""
 
 STEPS = 2
 """Number of simulated steps. Permanent allocations, such as optimizer states, exist from the end of the first
 one.
 """
+
+
+def few_layers(depth: Depth | None, setup: Setup, stages: int = 1) -> tuple[int, ...]:
+    """Return two small numbers of layers per pipeline stage to simulate, or 0 for the whole model.
+
+    The whole model is simulated if two models with few layers are no less work.
+    """
+    if depth is None:
+        return (0,)
+    # Recomputed layers form a pattern, which a shallower model must contain as a whole.
+    period = math.lcm(depth.period, periodic_setup(setup, depth.layers).period)
+    least = math.ceil(FEWEST / period) * period
+    more = least + max(period, 2 // period * period)
+    return (least, more) if stages * (least + more) < depth.layers else (0,)
 
 
 class _StageFigures(NamedTuple):
@@ -131,7 +147,7 @@ class StagesQuestion:
         pieces = self._setup.micro_batches
         # Once every stage is filled, each further micro-batch adds the same.
         few = min(pieces, self._wish.stages + FURTHER) if self._wish.schedule in IN_TURN else pieces
-        points = self._depths(depth)
+        points = few_layers(depth, self._setup, self._wish.all_stages)
         by_depth = [self._simulate(depth, layers, few) for layers in points]
         # A simulation with one more micro-batch shows the increase for each.
         longer = self._simulate(depth, points[0], few + 1) if pieces > few else by_depth[0]
@@ -139,20 +155,6 @@ class StagesQuestion:
             self._together(kind, points, [one[kind] for one in by_depth], longer[kind], few)
             for kind in range(len(self._kinds))
         ]
-
-    def _depths(self, depth: Depth | None) -> tuple[int, ...]:
-        """Return two small numbers of layers per pipeline stage to simulate, or 0 for the whole model.
-
-        The whole model is simulated if two models with few layers are no less work.
-        """
-        if depth is None:
-            return (0,)
-        # Recomputed layers form a pattern, which a shallower model must contain as a whole.
-        repeats = periodic_setup(self._setup, depth.layers).period
-        period = math.lcm(depth.period, repeats)
-        least = math.ceil(FEWEST / period) * period
-        more = least + max(period, 2 // period * period)
-        return (least, more) if self._wish.all_stages * (least + more) < depth.layers else (0,)
 
     def _simulate(self, depth: Depth | None, layers: int, pieces: int) -> list[_OfStages]:
         """Simulate each pipeline stage with `layers` layers and `pieces` micro-batches, and return bytes and
