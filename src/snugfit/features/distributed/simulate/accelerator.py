@@ -35,28 +35,24 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._communication_backend_name, self._recorder, self._pin = "fake", recorder, pin
         self._memory_bytes = PLENTY if memory_bytes is None else memory_bytes
         self._streams = streams
+        self.stream, self.empty_cache = streams.stream, streams.empty_cache
+        self.current_stream, self.default_stream = streams.current_stream, streams.default_stream
 
     def is_synchronized_device(self) -> bool:
         """Return False, as for a GPU: the device runs kernels asynchronously to the host."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return the device type of tensors without data."""
+        """Return the device type of tensors without data, which is also the name of the only device."""
         return "meta"
+
+    current_device = current_device_name = device_name
 
     def device_count(self) -> int:
         """Return 1, the number of simulated devices. DeepSpeed's own CPU class would start a program per
         call.
         """
         return 1
-
-    def current_device(self) -> str:
-        """Return the name of the only simulated device."""
-        return "meta"
-
-    def current_device_name(self) -> str:
-        """Return the name of the only simulated device."""
-        return "meta"
 
     def device(self, device_index: int | None = None) -> Any:
         """Return an empty context, since there is only one device."""
@@ -75,18 +71,6 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def Event(self) -> Any:
         """Return the constructor of events; it ignores flags."""
         return self._streams.Event
-
-    def stream(self, stream: Any) -> Any:
-        """Return a context in which this simulated stream is current."""
-        return self._streams.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the current simulated CUDA stream."""
-        return self._streams.current_stream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """Return the default simulated CUDA stream, on which kernels compute."""
-        return self._streams.default_stream()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor is on the simulated device (`meta`)."""
@@ -112,10 +96,6 @@ class ShapesAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of memory of the whole simulated device."""
         return self._memory_bytes
-
-    def empty_cache(self) -> None:
-        """Record in the simulation that the allocator releases its cached memory."""
-        self._recorder.empty_cache()
 
     def _no_memory(self, *arguments: Any) -> int:
         """Return 0 for DeepSpeed's memory statistics, on which no decision depends."""

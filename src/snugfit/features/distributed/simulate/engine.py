@@ -9,7 +9,6 @@ DeepSpeed's own accelerator.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from snugfit.features.distributed.engine.config import PROCESS_GROUP
 from snugfit.features.distributed.simulate.device_module import ShapesModule
 from snugfit.features.distributed.simulate.host_tensors import HostTensors
-from snugfit.features.distributed.simulate.patches import Patch, replace_attributes
+from snugfit.features.distributed.simulate.patches import Patch, counted, replace_attributes
 from snugfit.features.distributed.simulate.ranks import RankRecorder, process_group
 from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.device import attention
@@ -27,8 +26,6 @@ from snugfit.rehearsal.record.assumed_float import AssumedFloat
 from snugfit.rehearsal.record.recorder import Recorder
 from snugfit.results.footprint import Kind
 from snugfit.step.host_link import MetaLink
-
-TO_COPY = torch.ops.aten._to_copy.default
 
 
 class CpuAdam:
@@ -166,24 +163,13 @@ gradient.
 """
 
 
-@contextlib.contextmanager
-def _hooks_counted(recorder: Recorder) -> Iterator[None]:
-    """Count each call of DeepSpeed's functions in `HOOKS` as Python work of the host, inside the context."""
+def _counted_hooks(recorder: Recorder) -> list[Patch]:
+    """Return patches that count each call of DeepSpeed's functions in `HOOKS` as Python work of the host."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    def with_count(run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def count_and_run(*arguments: Any, **keywords: Any) -> Any:
-            recorder.count_function()
-            return run(*arguments, **keywords)
-
-        return count_and_run
-
     kinds = DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
-    hooks = [(kind, name) for kind in kinds for name in HOOKS[kind.__name__]]
-    with replace_attributes((kind, name, with_count(getattr(kind, name))) for kind, name in hooks):
-        yield
+    return [counted(kind, name, recorder.count_function) for kind in kinds for name in HOOKS[kind.__name__]]
 
 
 @contextlib.contextmanager
@@ -201,11 +187,7 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
 
     from snugfit.features.distributed.simulate.accelerator import ShapesAccelerator
 
-    host = HostTensors(
-        # A dtype conversion on the device is an operator of the step.
-        lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
-    )
-    recorder.host = host
+    recorder.host = host = HostTensors.beside(recorder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_group(recorder.rank or 0, ranks))
         free = recorder.policy.free_bytes
@@ -234,9 +216,9 @@ def engine_on_shapes(recorder: Recorder, ranks: int) -> Iterator[None]:
             (fake_work, "generate_unique_id", itertools.count().__next__),
             # The recorder and the simulated host memory are two modes.
             (attention, "RECORDING_MODES", 2),
+            *_counted_hooks(recorder),
         ]
         stack.enter_context(replace_attributes(patches))
-        stack.enter_context(_hooks_counted(recorder))
         if isinstance(recorder, RankRecorder):
             stack.enter_context(engine_of_rank(recorder))
         stack.enter_context(host)

@@ -15,13 +15,16 @@ import mmap
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from snugfit.step.host_link import MetaLink
+
+if TYPE_CHECKING:
+    from snugfit.rehearsal.record.recorder import Recorder
 
 aten = torch.ops.aten
 
@@ -74,6 +77,15 @@ class HostTensors(TorchDispatchMode):
         self._unused: Counter[int] = Counter()  # number of free page-locked blocks, by their size in bytes
 
     @classmethod
+    def beside(cls, recorder: Recorder) -> Self:
+        """Return the host memory of a recorded run. A cast on the device is an operator of the step."""
+        return cls(
+            lambda tensor, dtype: recorder.__torch_dispatch__(
+                aten._to_copy.default, (), (tensor,), {"dtype": dtype}
+            )
+        )
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False, since Dynamo compiles nothing under this mode, and the check costs time per
         operator.
@@ -94,7 +106,7 @@ class HostTensors(TorchDispatchMode):
                 source = self._convert(source, to.dtype)
             MetaLink.observer.stage_out(source.nbytes)
             return to
-        if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
+        if copies_out(func, args, kwargs):
             # The output's shape is computed without recording an operator.
             with _disable_current_modes():
                 shaped = torch.empty_like(args[0], dtype=kwargs.get("dtype") or args[0].dtype)
@@ -240,6 +252,11 @@ def asks_for_shapes() -> bool:
     DTensor does so. torch 2.11 passes no device to such operators, which would otherwise mean the host.
     """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if an operator returns a copy on the host of a device tensor."""
+    return func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device"))
 
 
 def _is_host(device: Any) -> bool:

@@ -23,8 +23,6 @@ from snugfit.step.host_link import MetaLink
 if TYPE_CHECKING:
     from snugfit.rehearsal.record.recorder import Recorder
 
-TO_COPY = torch.ops.aten._to_copy.default
-
 
 class HostShards(HostTensors):
     """Simulated host memory of one rank. A freed page-locked block is reused as a whole
@@ -56,9 +54,7 @@ def shards_on_host(recorder: Recorder) -> Iterator[HostShards]:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    host = HostShards(
-        lambda tensor, dtype: recorder.__torch_dispatch__(TO_COPY, (), (tensor,), {"dtype": dtype})
-    )
+    host = HostShards.beside(recorder)
     shard = FSDPParam._init_sharded_param
 
     def shard_and_keep(parameter: Any, *arguments: Any, **keywords: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -18,3 +19,15 @@ def replace_attributes(patches: Iterable[Patch]) -> Iterator[None]:
         for owner, name, instead in patches:
             stack.enter_context(patch.object(owner, name, instead, create=True))
         yield
+
+
+def counted(owner: Any, name: str, count: Callable[[], None]) -> Patch:
+    """Return a patch of a class's method that first calls the function `count`."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def count_and_run(*arguments: Any, **keywords: Any) -> Any:
+        count()
+        return method(*arguments, **keywords)
+
+    return owner, name, count_and_run

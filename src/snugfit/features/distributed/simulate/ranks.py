@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -26,9 +26,9 @@ from snugfit.features.distributed.fields import PARALLEL
 from snugfit.features.distributed.simulate import chunks, collectives
 from snugfit.features.distributed.simulate.allocations import RankAllocations
 from snugfit.features.distributed.simulate.device_module import ShapesModule
-from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes
-from snugfit.features.distributed.simulate.offloaded_shards import TO_COPY, HostShards, shards_on_host
-from snugfit.features.distributed.simulate.patches import Patch, replace_attributes
+from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes, copies_out
+from snugfit.features.distributed.simulate.offloaded_shards import HostShards, shards_on_host
+from snugfit.features.distributed.simulate.patches import Patch, counted, replace_attributes
 from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.scratch import CUDA_RULES
@@ -126,7 +126,7 @@ class RankRecorder(Recorder):
             # Operators on shards in host memory are not kernels.
             if self.shards.works_here(func, args, kwargs):
                 return func(*args, **kwargs)
-            if self._phase == "backward" and _copies_out(func, args, kwargs):  # gradient of a shard
+            if self._phase == "backward" and copies_out(func, args, kwargs):  # gradient of a shard
                 return self.shards.keep(args[0])
         if DTensor in types:
             self._count_parts(args, kwargs)
@@ -187,25 +187,10 @@ class RankRecorder(Recorder):
             self._kept.append(bucket)
         self._add_exchange(ALL_REDUCE, bucket.nbytes, self.averages_over, own_stream=True)
 
-    def count_shard_hooks(self, hooks: int) -> None:
-        """Record the number of FSDP2's hooks that the host runs, which take host time."""
-        self._add_work_of_host(SHARD_HOOKS, hooks)
-
-    def count_part_operators(self, operators: int) -> None:
-        """Record the number of operators on sharded tensors, because the host computes the sharding of their
-        outputs.
-        """
-        self._add_work_of_host(PART_OPERATORS, operators)
-
-    def count_weights_apart(self, weights: int) -> None:
-        """Record the number of weights whose gradients a zero-bubble pipeline computes in a separate pass,
-        one by one.
-        """
-        self._add_work_of_host(WEIGHTS_APART, weights)
-
-    def _add_work_of_host(self, what: str, often: int) -> None:
+    def count_host_work(self, what: str, often: int) -> None:
+        """Record work of the host in forward and backward passes, such as FSDP2's hooks."""
         if self._phase in ("forward", "backward"):
-            self._add_to_last_step(what, KernelCost(0, 0, (), "", often, "", ()))
+            self._add_to_last_step(what, _cost(tensors=often))
 
     def _count_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count an operator on sharded tensors (DTensor), whose sharding the host computes.
@@ -214,10 +199,10 @@ class RankRecorder(Recorder):
         have lists of them.
         """
         if self._phase in ("forward", "backward"):
-            self.count_part_operators(1)
+            self.count_host_work(PART_OPERATORS, 1)
             return
         operands = sum(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
-        self._add_to_last_step(SHARDED_OPERANDS, KernelCost(0, 0, (), "", operands, "", ()))
+        self._add_to_last_step(SHARDED_OPERANDS, _cost(tensors=operands))
 
     def _add_to_last_step(self, operator: str, cost: KernelCost, peers: tuple[int, int] = ALONE) -> None:
         """Add an operator with its cost to the last recorded step. Work on the host counts as shared by all
@@ -257,7 +242,7 @@ class RankRecorder(Recorder):
             self._carried.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
         if func.namespace == "_c10d_functional":
-            self.count_part_operators(REDISTRIBUTION)
+            self.count_host_work(PART_OPERATORS, REDISTRIBUTION)
         out = func(*args, **kwargs)
         kernel = collectives.kernel_of(func, args)
         self.memory.add_outputs(kernel, out)
@@ -268,12 +253,9 @@ class RankRecorder(Recorder):
             self.claim(tensor, Kind.COMMUNICATION)
         group = collectives.group_of(func, args)
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
-        if (
-            peers := collectives.peers_of_exchange(func, args, group)
-        ) is not None:  # a transfer between pipeline stages
-            self._add_to_last_step(
-                collectives.kernel_of(func), KernelCost(0, nbytes, (), "", 1, "", ()), peers
-            )
+        peers = collectives.peers_of_exchange(func, args, group)
+        if peers is not None:  # a transfer between pipeline stages
+            self._add_to_last_step(collectives.kernel_of(func), _cost(nbytes), peers)
             return out
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and kernel == ALL_REDUCE and self._phase != "backward":
@@ -298,9 +280,7 @@ class RankRecorder(Recorder):
             # The exchange starts after the kernels that compute its tensors.
             self.order.wait(stream, self.order.moment(before))
             self.order.current = stream  # allocations still use the memory of the current stream
-        self._add_kernel(
-            kernel, KernelCost(0, nbytes, (), "", 1, "", ()), collectives.peers_of(group, kernel)
-        )
+        self._add_kernel(kernel, _cost(nbytes), collectives.peers_of(group, kernel))
         if own_stream:
             self._unawaited |= self.order.moment(stream)
             self.order.current = before
@@ -335,9 +315,9 @@ class _Unlogged:
         """Write nothing, because a simulation of DDP has no times to log."""
 
 
-def _copies_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    to = kwargs.get("device")
-    return bool(func is TO_COPY and args[0].is_meta and to is not None and torch.device(to).type == "cpu")
+def _cost(nbytes: int = 0, tensors: int = 1) -> KernelCost:
+    """Return the cost of an exchange of these bytes, or of work on the host that is counted in tensors."""
+    return KernelCost(0, nbytes, (), "", tensors, "", ())
 
 
 @contextlib.contextmanager
@@ -349,9 +329,6 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
     import torch.distributed._meta_registrations as fake_work
     import torch.nn.parallel.distributed as data_parallel
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    def with_count(name: str, hooks: int) -> Patch:
-        return FSDPParamGroup, name, _count_calls(getattr(FSDPParamGroup, name), recorder, hooks)
 
     def resize(storage: Any, nbytes: int) -> Any:
         before = storage.nbytes()
@@ -365,15 +342,16 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         (torch.UntypedStorage, "resize_", resize),
         # FSDP2 refuses weights on `meta`.
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-        with_count("pre_forward", 2),
-        with_count("unshard", 1),
-        with_count("post_backward", 2),
+        *(
+            counted(FSDPParamGroup, name, functools.partial(recorder.count_host_work, SHARD_HOOKS, hooks))
+            for name, hooks in {"pre_forward": 2, "unshard": 1, "post_backward": 2}.items()
+        ),
         # There are no other processes to compare shapes with.
         (data_parallel, "_verify_param_shape_across_processes", lambda *compared: None),
         averaged_buckets(recorder),
         # torch draws these ids by Python's `random`, whose state belongs to the run.
         (fake_work, "generate_unique_id", itertools.count().__next__),
-        counted_weights(recorder.count_weights_apart),
+        counted_weights(recorder),
         *([takes_the_largest_part()] if recorder.rank is None and wish.states == "sharded" else []),
         *instead_of_others(handles_for_all=recorder.keeps_exchanged),
         *one_search_for_strides(),
@@ -414,17 +392,6 @@ def averaged_buckets(recorder: RankRecorder) -> Patch:
     )
 
     return DistributedDataParallel, "__init__", make_and_hook
-
-
-def _count_calls(method: Callable[..., Any], recorder: RankRecorder, hooks: int) -> Callable[..., Any]:
-    """Return a replacement of a method of FSDP2, which first records `hooks` hooks on the host."""
-
-    @functools.wraps(method)
-    def count_and_run(*arguments: Any, **keywords: Any) -> Any:
-        recorder.count_shard_hooks(hooks)
-        return method(*arguments, **keywords)
-
-    return count_and_run
 
 
 @contextlib.contextmanager
@@ -623,7 +590,7 @@ def instead_of_others(*, handles_for_all: bool) -> list[Patch]:
     return [*known, *((owner, *pair) for owner in (exchanges, torch.distributed) for pair in instead)]
 
 
-def counted_weights(count: Callable[[int], None]) -> Patch:
+def counted_weights(recorder: RankRecorder) -> Patch:
     """Return a patch that counts the weights whose gradients a `zero_bubble` pipeline computes in a pass of
     their own.
 
@@ -634,7 +601,7 @@ def counted_weights(count: Callable[[int], None]) -> Patch:
     plain = vars(stage)["stage_backward_weight"]
 
     def stage_backward_weight(weights: Any, groups: list[dict[str, Any]], *further: Any, **more: Any) -> Any:
-        count(sum(len(group["params"]) for group in groups))
+        recorder.count_host_work(WEIGHTS_APART, sum(len(group["params"]) for group in groups))
         return plain(weights, groups, *further, **more)
 
     return stage, "stage_backward_weight", stage_backward_weight
