@@ -18,7 +18,8 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from snugfit.features.distributed.apply.meshes import mesh, split
+from snugfit.features.distributed.apply.meshes import split
+from snugfit.features.distributed.apply.rank_mesh import mesh
 
 if TYPE_CHECKING:
     import torch

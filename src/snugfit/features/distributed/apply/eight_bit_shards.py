@@ -15,6 +15,8 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.apply.rank_mesh import is_part, own_part
+
 if TYPE_CHECKING:
     import torch
 
@@ -102,7 +104,7 @@ class _StepsOnShards:
         """
         config: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
         weight = group["params"][pindex]
-        if _is_shard(weight):
+        if is_part(weight):
             # bitsandbytes compares this number with the size of the part.
             is_wide = weight.numel() < config["min_8bit_size"] or not has_whole_blocks(weight.shape)
             config["min_8bit_size"] = sys.maxsize if is_wide else 0
@@ -110,7 +112,7 @@ class _StepsOnShards:
 
     def init_state(self, group: Any, p: Any, gindex: int, pindex: int) -> None:
         """Create the states of a parameter, as shards if it is one."""
-        if not _is_shard(p):
+        if not is_part(p):
             super().init_state(group, p, gindex, pindex)  # type: ignore[misc]
             return
         local = p.to_local().detach()
@@ -123,7 +125,7 @@ class _StepsOnShards:
 
     def update_step(self, group: Any, p: Any, gindex: int, pindex: int) -> None:
         """Update a parameter, or this process's part of it."""
-        if not _is_shard(p):
+        if not is_part(p):
             super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
             return
         local, states = p.to_local().detach(), self.state[p]
@@ -138,9 +140,5 @@ class _StepsOnShards:
 
 def _local(name: str, value: Any) -> Any:
     """Return this process's part of a state, with scales in one dimension."""
-    part = value.to_local() if _is_shard(value) else value
+    part = own_part(value)
     return part.view(-1) if name in SCALES else part
-
-
-def _is_shard(value: Any) -> bool:
-    return hasattr(value, "to_local") and hasattr(value, "placements")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.distributed.apply.rank_mesh import is_part, mesh, own_part
 from snugfit.hub_kernels import quiet
 from snugfit.step.clipping import TensorParts
 
@@ -30,22 +31,11 @@ def split(tensors: Iterable[torch.Tensor], key: Callable[[Any], Any]) -> list[li
     return list(groups.values())
 
 
-def mesh(tensor: Any) -> Any:
-    """Return the device mesh that a `DTensor` is sharded over; None for an ordinary tensor."""
-    return getattr(tensor, "device_mesh", None)
-
-
 class MeshParts(TensorParts):
     """Norms and gathered copies of tensors, some of which are sharded over meshes of ranks."""
 
-    def is_part(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor is sharded over a mesh of ranks."""
-        return mesh(tensor) is not None
-
-    def own(self, tensor: Any) -> torch.Tensor:
-        """Return this process's local shard of a `DTensor`, or an ordinary tensor itself."""
-        shard: torch.Tensor = tensor.to_local() if self.is_part(tensor) else tensor
-        return shard
+    is_part = staticmethod(is_part)
+    own = staticmethod(own_part)
 
     def whole(self, tensor: Any) -> torch.Tensor:
         """Return the full tensor of a `DTensor`, gathered from all ranks, or an ordinary tensor itself."""

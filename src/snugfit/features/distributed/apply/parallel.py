@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from snugfit.errors import UsageError
-from snugfit.features.distributed.apply import by_accelerate, ring_attention
+from snugfit.features.distributed.apply import ring_attention
 from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, change_gathering
+from snugfit.features.distributed.apply.by_accelerate import WHOLE_4_BIT, WHOLE_8_BIT, AccelerateHandler
 from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, optimizer_of_shards
-from snugfit.features.distributed.apply.meshes import mesh, split
-from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh_of, with_contexts
+from snugfit.features.distributed.apply.meshes import split
+from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh, mesh_of, with_contexts
 from snugfit.features.distributed.apply.ring_attention import cut_batch
 from snugfit.features.distributed.apply.sharded_optimizer import sharded_optimizer
 from snugfit.features.distributed.apply.stages import keep_stage, parts_of
@@ -34,14 +35,12 @@ from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts
 from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS, is_quantized
 from snugfit.step.checkpointing import layer_names, layer_stacks
-from snugfit.step.wishes.handler import STAYS, Context, Handler, ScriptContext, all_of
+from snugfit.step.wishes.handler import STAYS, Context, ScriptContext, all_of
 from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.precision import MIXED
 from snugfit.step.wishes.python_text import CallText, keywords_text
 from snugfit.techniques.feature import InstallStage
-from snugfit.techniques.registry import tensors_beside
 from snugfit.techniques.technique import Slot
-from snugfit.techniques.wish import used_wishes
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.step.step import StepPasses
     from snugfit.techniques.recipe import Recipe
-    from snugfit.techniques.setup import OptimizerWish, Setup
+    from snugfit.techniques.setup import OptimizerWish
 
 LIVE = (
     "a live model is not spread over several GPUs. `snugfit train` does it; and a script with fit that "
@@ -59,24 +58,7 @@ LIVE = (
 )
 
 
-WHOLE_4_BIT = "accelerate's FSDP2 leaves 4-bit weights whole on each GPU, and only snugfit train shards them"
-"""Reason to refuse accelerate and the Trainer. Source: `fsdp2_prepare_model` of accelerate 1.15, which has
-these weights in `ignored_params`.
-"""
-
-
-WHOLE_8_BIT = (
-    "bitsandbytes' optimizers take no shards of FSDP2 by themselves, and only snugfit train updates parts"
-)
-"""Reason to refuse 8-bit optimizer states on shards elsewhere. Source: bitsandbytes issue 1633."""
-
-UNTESTED = (
-    "replaced kernels and compiled layers were not tested in several processes of accelerate or the Trainer"
-)
-"""Reason to refuse these techniques in loops of other libraries."""
-
-
-class ParallelHandler(Handler):
+class ParallelHandler(AccelerateHandler):
     """Handler of the field `parallel`: it distributes the model over processes, of which this one
     is a rank.
     """
@@ -86,12 +68,6 @@ class ParallelHandler(Handler):
         "fit": LIVE,
         "custom_loop": LIVE,
     }
-
-    def why_refused(self, value: ParallelWish, front_end: str) -> str:
-        """Return an error text for settings that accelerate and the Trainer do not support; empty if all are
-        supported.
-        """
-        return by_accelerate.why_refused(value, front_end)
 
     def import_code(self, value: ParallelWish) -> None:
         """Import torch's code for several processes before a measurement starts, so that the import is not
@@ -169,22 +145,27 @@ class ParallelHandler(Handler):
             return in_ddp(value, model)
         if value.weights == "alone" and value.tensor == value.context == 1:
             return model
-        device, runs = device_of(model), model
+        device = device_of(model)
         mesh = mesh_of(value, device)
         # Matrices are split first, so that FSDP2 shards each rank's part.
         if value.tensor > 1:
             in_tensor_parts(model, mesh["tensor"], experts=value.experts > 1)
-        if value.chunks > 1:
-            _distribute_parts(value, model, mesh)
-        elif value.weights == "sharded":
-            # Ranks that share a sequence hold the same weights, so these are sharded over them too.
-            over = mesh_of(with_contexts(value), device) if value.context > 1 else mesh
-            in_fsdp(value, model, data_mesh(over))
+        # Ranks that share a sequence hold the same weights, so these are sharded over them too.
+        is_sharded = value.weights == "sharded"
+        over = mesh_of(with_contexts(value), device) if is_sharded and value.context > 1 else mesh
+        # torch's pipelining requires that each stage of this process is wrapped by itself.
+        parts = parts_of(value, model) if value.chunks > 1 else {0: model}
+        for number, part in parts.items():
+            if is_sharded:
+                in_fsdp(value, part, data_mesh(over))
+            elif value.copies and value.tensor > 1:
+                in_replicas(part, data_mesh(mesh))
+            elif value.copies:
+                group = data_mesh(mesh).get_group() if value.stages > 1 else None
+                parts[number] = in_ddp(value, part, group)
+        runs = model if value.chunks > 1 else parts[0]
+        if is_sharded and value.chunks == 1:
             give_back_whole_weights(device)
-        elif value.copies and value.tensor > 1:
-            in_replicas(model, data_mesh(mesh))
-        elif value.copies:
-            runs = in_ddp(value, model, data_mesh(mesh).get_group() if value.stages > 1 else None)
         if value.context > 1:
             _SEQUENCES[model] = _SEQUENCES[runs] = mesh["context"]
         return runs
@@ -215,51 +196,6 @@ class ParallelHandler(Handler):
             return None
         return functools.partial(cut_batch, _SEQUENCES[model], model, batch)
 
-    def setup_for_accelerate(self, value: ParallelWish, setup: Setup) -> Setup:
-        """Return the Setup with the dtype of gathered weights moved to autocast, which sets accelerate's
-        mixed precision.
-        """
-        return by_accelerate.told_to_accelerate(setup)
-
-    def around_accelerate(self, value: ParallelWish, device: torch.device) -> Context | None:
-        """Return the context in which accelerate treats this process as one of several in torch's process
-        group.
-        """
-        return functools.partial(by_accelerate.one_of_several, device, value)
-
-    def build_for_accelerate(self, value: ParallelWish, setup: Setup, build: Callable[..., Any]) -> Any:
-        """Return a model on the host, from which accelerate moves each process's shards to its GPU. Raises
-        `UsageError` for quantized weights, which accelerate does not shard, and for settings that were not
-        tested in several processes of accelerate.
-        """
-        if setup.lowering is not None or _replaces_kernels(setup):
-            raise UsageError(f"{UNTESTED}. Take --loop plain.")
-        if value.weights != "sharded":
-            return None
-        if setup.optimizer_path in EIGHT_BIT:
-            raise UsageError(f"{WHOLE_8_BIT}. Take --loop plain, or try 'adamw'.")
-        model = build(stays=True)
-        if any(tensors_beside(weight) for weight in model.parameters()):
-            raise UsageError(f"{WHOLE_4_BIT}. Take --loop plain, or try ddp.")
-        if setup.autocast:
-            by_accelerate.widen(model)
-        return model
-
-    def set_accelerator(self, value: ParallelWish, accelerator: Any, model: Any) -> None:
-        """Pass the classes of the model's layers to accelerate's FSDP2, which shards each layer
-        as a group.
-        """
-        if value.weights == "sharded":
-            by_accelerate.name_layers(accelerator, model)
-
-    def accelerator_arguments(self, value: ParallelWish) -> dict[str, Any]:
-        """Return the keyword arguments of `Accelerator` for several processes, as a dict."""
-        return by_accelerate.accelerator_arguments(value)
-
-    def training_arguments(self, value: ParallelWish, job: Job, device: torch.device) -> dict[str, Any]:
-        """Return the `TrainingArguments` that distribute the model over several processes, as a dict."""
-        return by_accelerate.training_arguments(value)
-
     def after_update(self, value: ParallelWish, model: Any, step: int) -> None:
         """After the first update, free the GPU memory of DDP's first gradient buckets, which NCCL still
         references.
@@ -281,26 +217,45 @@ class ParallelHandler(Handler):
 
     def script(self, value: ParallelWish, context: ScriptContext) -> dict[str, Any]:
         """Return values for the template of an exported training script: the code that wraps the model in DDP
-        or FSDP2.
+        or FSDP2. Raises `RecipeError` for a setting that the script does not support.
         """
-        return parallel_fields(value, context)
-
-
-def _replaces_kernels(setup: Setup) -> bool:
-    """Return True if these settings replace kernels in the model's modules."""
-    return any("triton" in one.packages for one in used_wishes(setup))
-
-
-def _distribute_parts(wish: ParallelWish, model: Any, mesh: DeviceMesh) -> None:
-    """Wrap each pipeline stage of this process in DDP or FSDP2 by itself, as torch's pipelining requires."""
-    parts = parts_of(wish, model)
-    for number, part in parts.items():
-        if wish.weights == "sharded":
-            in_fsdp(wish, part, data_mesh(mesh))
-        elif wish.copies and wish.tensor > 1:
-            in_replicas(part, data_mesh(mesh))
-        elif wish.copies:
-            parts[number] = in_ddp(wish, part, data_mesh(mesh).get_group())
+        cuts_more = [
+            one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING
+        ]
+        if cuts_more:
+            raise context.refusal(
+                cuts_more[0],
+                "a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)",
+            )
+        if value.weights == "sharded" and is_quantized(context.recipe[Slot.ADAPTERS]):
+            raise context.refusal(Slot.SHARDING, WHOLE_4_BIT)
+        if "sharded" in (value.weights, value.states) and context.setup.optimizer_path in EIGHT_BIT:
+            raise context.refusal(Slot.OPTIMIZER, WHOLE_8_BIT)
+        if why := _why_not(value, context.target):
+            raise context.refusal(Slot.SHARDING, why)
+        more: dict[str, Any] = {"mixed": MIXED[value.dtype]} if value.dtype else {}
+        if value.states == "sharded":
+            factory = context.setup.optimizer.factory
+            kind, numbers = factory.path.replace(":", "."), keywords_text(factory.arguments)
+            more["optimizer_of_part"] = CallText(
+                imported="from torch.distributed.optim import ZeroRedundancyOptimizer",
+                called=f"ZeroRedundancyOptimizer(parameters, {kind}, lr=LEARNING_RATE{numbers})",
+            )
+        shards = value.shards or value.data_ranks
+        copies = value.data_ranks // shards
+        return more | {
+            "parallel": {
+                "weights": value.weights,
+                "bucket_views": value.bucket_views,
+                "mesh": {"shard": shards} if copies == 1 else {"replicate": copies, "shard": shards},
+                "imports": _imports(value),
+                "reshard": value.reshard,
+                "on_host": value.on_host,
+                "dtype": f"torch.{value.dtype}" if value.dtype else "",
+                "layers": layer_names(context.job) if value.weights == "sharded" else (),
+            },
+            "note": ACCELERATE_S_FSDP if value.weights == "sharded" and context.target != "torch" else "",
+        }
 
 
 def _release_first_buckets(model: Any) -> None:
@@ -443,47 +398,6 @@ def _imports(wish: ParallelWish) -> tuple[str, ...]:
         "from torch.distributed.device_mesh import init_device_mesh",
         f"from torch.distributed.fsdp import {', '.join(names)}",
     )
-
-
-def parallel_fields(wish: ParallelWish, context: ScriptContext) -> dict[str, Any]:
-    """Return values for the template of an exported training script: the code that wraps the model in DDP or
-    FSDP2. Raises `RecipeError` for a setting that the script does not support.
-    """
-    cuts_more = [one.slot for one in context.recipe if one.needs_several_gpus and one.slot != Slot.SHARDING]
-    if cuts_more:
-        raise context.refusal(
-            cuts_more[0],
-            "a script for several GPUs only shares the batch among them (ddp, fsdp, hsdp, zero1)",
-        )
-    if wish.weights == "sharded" and is_quantized(context.recipe[Slot.ADAPTERS]):
-        raise context.refusal(Slot.SHARDING, WHOLE_4_BIT)
-    if "sharded" in (wish.weights, wish.states) and context.setup.optimizer_path in EIGHT_BIT:
-        raise context.refusal(Slot.OPTIMIZER, WHOLE_8_BIT)
-    if why := _why_not(wish, context.target):
-        raise context.refusal(Slot.SHARDING, why)
-    more: dict[str, Any] = {"mixed": MIXED[wish.dtype]} if wish.dtype else {}
-    if wish.states == "sharded":
-        factory = context.setup.optimizer.factory
-        kind, numbers = factory.path.replace(":", "."), keywords_text(factory.arguments)
-        more["optimizer_of_part"] = CallText(
-            imported="from torch.distributed.optim import ZeroRedundancyOptimizer",
-            called=f"ZeroRedundancyOptimizer(parameters, {kind}, lr=LEARNING_RATE{numbers})",
-        )
-    shards = wish.shards or wish.data_ranks
-    copies = wish.data_ranks // shards
-    return more | {
-        "parallel": {
-            "weights": wish.weights,
-            "bucket_views": wish.bucket_views,
-            "mesh": {"shard": shards} if copies == 1 else {"replicate": copies, "shard": shards},
-            "imports": _imports(wish),
-            "reshard": wish.reshard,
-            "on_host": wish.on_host,
-            "dtype": f"torch.{wish.dtype}" if wish.dtype else "",
-            "layers": layer_names(context.job) if wish.weights == "sharded" else (),
-        },
-        "note": ACCELERATE_S_FSDP if wish.weights == "sharded" and context.target != "torch" else "",
-    }
 
 
 def _why_not(wish: ParallelWish, target: str) -> str:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from snugfit.features.distributed.fields import ParallelWish
+
+
+def mesh(tensor: Any) -> Any:
+    """Return the device mesh that a `DTensor` is sharded over; None for an ordinary tensor."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def is_part(value: Any) -> bool:
+    """Return True if a value is a `DTensor`, of which this process has a shard."""
+    return mesh(value) is not None
+
+
+def own_part(value: Any) -> Any:
+    """Return this process's local shard of a `DTensor`, or any other value itself."""
+    return value.to_local() if is_part(value) else value
 
 
 def device_of(model: torch.nn.Module) -> str:
