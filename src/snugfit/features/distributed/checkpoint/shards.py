@@ -46,6 +46,7 @@ from snugfit.features.distributed.apply.eight_bit_shards import (
     has_whole_blocks,
     widen_states,
 )
+from snugfit.features.distributed.apply.rank_mesh import is_part, own_part
 from snugfit.features.distributed.apply.sharded_optimizer import local_optimizer, spreads_states
 from snugfit.features.distributed.apply.stages import is_stage
 from snugfit.features.distributed.checkpoint.joined_state import (
@@ -80,11 +81,6 @@ SHARDS = "shards"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensor names in shards. The weight's name follows, and for an optimizer's state a slash and its
 key."""
-
-
-def is_part(tensor: Any) -> bool:
-    """Return True if the tensor is sharded: a `DTensor`, of which this process has a part."""
-    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
 
 
 def holds_parts(model: torch.nn.Module) -> bool:
@@ -286,29 +282,41 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
     """Gather the whole model with weights on the host in the first process. All processes call it."""
     import torch
 
-    if is_of_engine(state.optimizer):
-        whole = whole_model(state)
+    is_engine, is_first = is_of_engine(state.optimizer), state.ranks.is_first
+    if is_engine:
+        from snugfit.features.distributed.engine.optimizer import whole_weight
+
+        whole = whole_weights(state.model, whole_weight, is_kept=is_first)
     elif spreads_states(state.optimizer):
-        whole = whole_weights(state.model) if state.ranks.is_first else {}
+        whole = whole_weights(state.model, is_kept=is_first)
     else:
         whole = tensors_of_all_stages(whole_weights(state.model), state.ranks)
-    if not state.ranks.is_first:
+    if not is_first:
         return None
     # An engine's gathered weights are in fp32, even if the model computes in bf16.
-    dtype = torch.float32 if is_of_engine(state.optimizer) else None
+    dtype = torch.float32 if is_engine else None
     return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
 
 
-def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the model's `state_dict` on the host, one tensor after the other. All processes call it."""
-    gathered: dict[int, torch.Tensor] = {}
-    whole: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in gathered:  # a tied weight is one tensor under two names
-            all_of_it = value.detach().full_tensor() if is_part(value) else value.detach()
-            gathered[id(value)] = all_of_it.to("cpu", copy=True)
-        whole[name] = gathered[id(value)]
-    return whole
+def _gathered(value: Any) -> torch.Tensor:
+    """Return a whole tensor, gathered from all processes if it is sharded."""
+    whole: torch.Tensor = value.detach()
+    return whole.full_tensor() if is_part(value) else whole  # type: ignore[attr-defined, no-any-return]
+
+
+def whole_weights(
+    model: torch.nn.Module, gather: Callable[[Any], torch.Tensor] = _gathered, *, is_kept: bool = True
+) -> dict[str, torch.Tensor]:
+    """Gather the model's `state_dict` on the host, one tensor after the other. All processes call it. The
+    result is empty in a process that does not keep it.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    named = model.state_dict(keep_vars=True)
+    for value in named.values():
+        if id(value) not in copies:  # a tied weight is one tensor under two names
+            whole = gather(value)
+            copies[id(value)] = whole.to("cpu", copy=True) if is_kept else value
+    return {name: copies[id(value)] for name, value in named.items()} if is_kept else {}
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -490,7 +498,7 @@ def _room_for_moment(name: str, key: str, held: torch.Tensor, known: Any) -> tup
     import torch
 
     size, dtype = known.size, known.properties.dtype
-    local = held.to_local() if is_part(held) else held  # type: ignore[attr-defined]
+    local = own_part(held)
     if size == held.shape:
         # For a `DTensor`, this creates a `DTensor` with the same shards.
         room = torch.zeros_like(held, dtype=dtype)
@@ -567,25 +575,8 @@ def step_counts(state: TrainState) -> dict[int, dict[str, torch.Tensor]]:
     """
     optimizer: Any = state.optimizer
     count = optimizer.step_count()
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return {} if count is None else {number: {"step": count.clone()} for number in range(len(weights))}
-
-
-def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the model's `state_dict` on the host with fp32 weights, in the first process.
-
-    The others return an empty dict. All processes call it.
-    """
-    from snugfit.features.distributed.engine.optimizer import whole_weight
-
-    weights = {id(weight) for weight in state.model.parameters()}
-    copies: dict[int, torch.Tensor] = {}
-    named = state.model.state_dict(keep_vars=True)
-    for value in named.values():
-        if id(value) not in copies:  # a tied weight is one tensor under two names
-            gathered = whole_weight(value) if id(value) in weights else value.detach()
-            copies[id(value)] = gathered.to("cpu", copy=True) if state.ranks.is_first else value
-    return {name: copies[id(value)] for name, value in named.items()} if state.ranks.is_first else {}
+    numbers = range(len(parameters_of(optimizer)))
+    return {} if count is None else {number: {"step": count.clone()} for number in numbers}
 
 
 def put_parts(

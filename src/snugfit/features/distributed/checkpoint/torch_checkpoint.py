@@ -10,6 +10,7 @@ reads the parts, with `weights_only`.
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 import warnings
 import zipfile
@@ -148,10 +149,15 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
         why = f"it is compressed ({', '.join(map(str, stored.transform_descriptors))})"
     else:
         try:
-            with file.open("rb") as whole:
-                part = _Slice(whole, stored.offset, stored.length)
-                members = zipfile.ZipFile(part).infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError) as fault:
+            # A map begins at a page. `zipfile` ignores the bytes before the part.
+            before = stored.offset % mmap.ALLOCATIONGRANULARITY
+            length, offset = stored.length + before, stored.offset - before
+            with (
+                file.open("rb") as whole,
+                mmap.mmap(whole.fileno(), length, access=mmap.ACCESS_READ, offset=offset) as part,
+            ):
+                members = zipfile.ZipFile(part).infolist()  # type: ignore[arg-type]
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError, OverflowError) as fault:
             why = f"it is not a file of torch's ({fault})"
         else:
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
@@ -162,37 +168,6 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
         raise SnugfitError(
             f"The part {name} in {file} was not read: {why}. Use an earlier checkpoint, or start a new run."
         )
-
-
-class _Slice(io.RawIOBase):
-    """File object over a part of another file, from an offset on.
-
-    torch's `_ReaderView` seeks from the end in the wrong direction, and `zipfile` begins there.
-    """
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        super().__init__()
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        """Return True: this part of a file can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True: this part of a file supports `seek`."""
-        return True
-
-    def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position in the slice, as `io.IOBase.seek` does, and return it."""
-        self._at = max(0, at + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read bytes into the buffer, up to the end of the slice, and return their number."""
-        self._file.seek(self._offset + self._at)
-        count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
-        self._at += count
-        return count
 
 
 _OUT_OF_A_PICKLE = (

@@ -141,10 +141,8 @@ class SeveralGpusPlan(JsonDocument, Tabular):
 
     def derived_keys(self) -> dict[str, Any]:
         """Return the numbers of GPUs of the fastest, the fewest and the cheapest answer."""
-        return {name: one and one.gpus for name, one in self._by_name().items()}
-
-    def _by_name(self) -> dict[str, OnGpus | None]:
-        return {"fastest": self.fastest, "fewest": self.fewest, "cheapest": self.cheapest}
+        named = {"fastest": self.fastest, "fewest": self.fewest, "cheapest": self.cheapest}
+        return {name: one and one.gpus for name, one in named.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,10 @@ class Shared:
         """
         if all(self.recipe[slot] == other.recipe[slot] for slot in roster.slots_of_several_gpus()):
             return True
-        return self.recomputing == other.recomputing and self.gathers_what_is_kept(other)
+        own, rival = self.wish, other.wish
+        if own is None or rival is None or self.recomputing != other.recomputing:
+            return False
+        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
 
     def holds_no_more_than(self, other: Shared) -> bool:
         """Return True if this layout takes no more memory than the other for every equal split of the batch.
@@ -114,10 +117,9 @@ class Shared:
         It shards weights that the other holds whole, at least temporarily. Or more of its GPUs work on the
         same samples.
         """
-        own, rival = self.setup.checkpoint, other.setup.checkpoint
         return (
-            _keeps_no_more(own, rival)
-            and self.spreads_no_less_than(other)
+            _keeps_no_more(self.setup.checkpoint, other.setup.checkpoint)
+            and _spreads_no_less(self.wish, other.wish)
             and self.differs_only_in(other, Slot.CHECKPOINTING)
             and not self._gathers_frozen(other)
         )
@@ -133,7 +135,7 @@ class Shared:
         """Return True if this layout's groups of GPUs are as large as the other's, or a multiple of them.
         Apart from that, only the data-parallel technique may differ.
         """
-        return self.by_itself == other.by_itself and self.cuts_as(other)
+        return self.by_itself == other.by_itself and _cuts_as(self._axes, other._axes)
 
     def differs_only_in(self, other: Shared, *more: Slot) -> bool:
         """Return True if two layouts differ only in parallelism techniques, and only in the given slots
@@ -145,27 +147,6 @@ class Shared:
     def cut(self, pieces: Technique) -> Recipe:
         """Return the recipe with this technique for micro-batches, which splits the global batch."""
         return self.recipe.with_(pieces)
-
-    def gathers_what_is_kept(self, other: Shared) -> bool:
-        """Return True if the other layout is this one, except that it keeps gathered weights that this one
-        drops and gathers again.
-        """
-        own, rival = self.wish, other.wish
-        if own is None or rival is None:
-            return False
-        return replace(own, reshard=rival.reshard) == rival and rival.reshard == KEPT
-
-    def spreads_no_less_than(self, other: Shared) -> bool:
-        """Return True if a GPU of this layout has no more weights, optimizer states and samples than one of
-        the other's.
-        """
-        return _spreads_no_less(self.wish, other.wish)
-
-    def cuts_as(self, other: Shared) -> bool:
-        """Return True if each of this layout's GPU groups consists of one or several groups of the other
-        layout.
-        """
-        return _cuts_as(self._axes, other._axes)
 
     def is_wider_than(self, other: Shared) -> bool:
         """Return True if larger groups of GPUs work on the same samples, with otherwise equal parallelism."""
