@@ -70,22 +70,12 @@ class AccelerateHandler(Handler):
         """
         if (library := LIBRARIES.get(front_end)) is None:
             return ""
-        # accelerate and the Trainer cannot express a `ParallelWish` with fields other than these.
-        known = ParallelWish(
-            weights=value.weights,
-            ranks=value.ranks,
-            shards=value.shards,
-            reshard=value.reshard,
-            on_host=value.on_host,
-            dtype=value.dtype,
-            bucket_views=value.bucket_views,
-        )
         whys = {
             f"{library} cannot place the states of torch's ZeroRedundancyOptimizer. {TRY}": (
                 value.states == "sharded"
             ),
             f"{library} is simulated with ddp, fsdp and hsdp alone. {TRY}": (
-                value != replace(known, states=value.states) or value.weights not in ("copied", "sharded")
+                value.ranks_of_one_part > 1 or value.weights == "alone"
             ),
             "TrainingArguments have no word for gradients in buckets. Try ddp without bucket_views": (
                 value.bucket_views and front_end == "trainer"

@@ -20,8 +20,6 @@ from snugfit.features.distributed.apply.rank_mesh import is_part, own_part
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.techniques.setup import OptimizerWish
-
 BLOCK = 256
 """Number of elements that share a scale. Source: `Optimizer2State.init_state` of bitsandbytes 0.50."""
 
@@ -30,17 +28,6 @@ SCALES = ("absmax1", "absmax2")
 
 EIGHT_BIT = ("bitsandbytes.optim:AdamW8bit", "bitsandbytes.optim:Lion8bit")
 """Import paths of bitsandbytes' optimizers with states in 8 bits."""
-
-
-def optimizer_of_shards(
-    wish: OptimizerWish, model: Any, groups: Any, **numbers: Any
-) -> torch.optim.Optimizer:
-    """Return an optimizer of bitsandbytes that updates this process's shards in `groups`."""
-    if wish.prepare and model is not None:
-        wish.prepare.run(model)
-    kind = _on_shards(wish.factory.resolve())
-    optimizer: torch.optim.Optimizer = kind(groups, **{**numbers, **wish.factory.arguments})
-    return optimizer
 
 
 def has_whole_blocks(shape: torch.Size) -> bool:
@@ -86,7 +73,7 @@ def widen_states(states: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _on_shards(kind: Any) -> Any:
+def on_shards(kind: Any) -> Any:
     """Return a subclass of an optimizer of bitsandbytes that steps on shards. It has the same name, because a
     checkpoint contains the name.
     """

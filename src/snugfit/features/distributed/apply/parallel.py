@@ -25,18 +25,16 @@ from snugfit.errors import UsageError
 from snugfit.features.distributed.apply import ring_attention
 from snugfit.features.distributed.apply.adjacent_shards import adjacent_weights, change_gathering
 from snugfit.features.distributed.apply.by_accelerate import WHOLE_4_BIT, WHOLE_8_BIT, AccelerateHandler
-from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, optimizer_of_shards
+from snugfit.features.distributed.apply.eight_bit_shards import EIGHT_BIT, on_shards
 from snugfit.features.distributed.apply.meshes import split
 from snugfit.features.distributed.apply.rank_mesh import data_mesh, device_of, mesh, mesh_of, with_contexts
 from snugfit.features.distributed.apply.ring_attention import cut_batch
-from snugfit.features.distributed.apply.sharded_optimizer import sharded_optimizer
 from snugfit.features.distributed.apply.stages import keep_stage, parts_of
 from snugfit.features.distributed.apply.tensor import in_tensor_parts, sum_parts_of_gradients
 from snugfit.features.distributed.fields import PARALLEL, ParallelWish
 from snugfit.features.distributed.techniques.several_gpus import KNOW_SHARDS, is_quantized
 from snugfit.step.checkpointing import layer_names, layer_stacks
 from snugfit.step.wishes.handler import STAYS, Context, ScriptContext, all_of
-from snugfit.step.wishes.optimizer import make_optimizer
 from snugfit.step.wishes.precision import MIXED
 from snugfit.step.wishes.python_text import CallText, keywords_text
 from snugfit.techniques.feature import InstallStage
@@ -106,12 +104,17 @@ class ParallelHandler(AccelerateHandler):
         """Return the optimizer of this process's pipeline stages, or one with sharded states; None if the
         recipe's usual optimizer is built.
         """
-        groups = optimizer_groups(groups)
+        if wish.prepare and model is not None:
+            wish.prepare.run(model)
+        groups, kind = optimizer_groups(groups), wish.factory.resolve()
         if value.states == "sharded":
-            return sharded_optimizer(wish, model, groups, **numbers)
-        if value.weights == "sharded" and wish.factory.path in EIGHT_BIT:
-            return optimizer_of_shards(wish, model, groups, **numbers)
-        return make_optimizer(wish, model, groups, **numbers)
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=kind)
+        elif value.weights == "sharded" and wish.factory.path in EIGHT_BIT:
+            kind = on_shards(kind)
+        optimizer: torch.optim.Optimizer = kind(groups, **{**numbers, **wish.factory.arguments})
+        return optimizer
 
     def step_passes(
         self,

@@ -69,17 +69,22 @@ def cut_batch(mesh: DeviceMesh, model: Any, batch: dict[str, Any]) -> Iterator[N
     # The mask is all ones here (`_refuse`), and ring attention takes no mask.
     batch.pop("attention_mask", None)
     cut = [batch[name] for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
-    passes, plain = _Passes(), torch.nn.functional.scaled_dot_product_attention
+    plain = torch.nn.functional.scaled_dot_product_attention
     around = context_parallel(mesh, buffers=cut, buffer_seq_dims=[1] * len(cut), no_restore_buffers={*cut})
-    _PASSES.append(passes)
+    _CALLS.append(0)
     try:
         # cuDNN's kernel fails in torch's ring (pytorch issue 176915).
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]), around:
             yield
     finally:
-        _PASSES.remove(passes)
+        calls = _CALLS.pop()
         torch.nn.functional.scaled_dot_product_attention = plain  # torch 2.11 does not after an error
-    passes.check(getattr(model, "module", model))
+    layers = getattr(getattr(getattr(model, "module", model), "config", None), "num_hidden_layers", 1)
+    if calls < layers:
+        raise RecipeError(
+            f"Only {calls} of {layers} layers use ring attention; the others would get a piece of each "
+            "sequence. Leave the technique that cuts sequences out."
+        )
 
 
 def _of_whole(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -120,24 +125,8 @@ def _refuse(ranks: int, batch: dict[str, Any]) -> None:
 # ---- attention -------------------------------------------------------------------------------------------
 
 
-class _Passes:
-    """Counter of the attention layers that called ring attention within one batch."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def check(self, model: Any) -> None:
-        """Raise `RecipeError` if some attention layers of the model did not call ring attention."""
-        layers = getattr(getattr(model, "config", None), "num_hidden_layers", 1)
-        if self.calls < layers:
-            raise RecipeError(
-                f"Only {self.calls} of {layers} layers use ring attention; the others would get a "
-                "piece of each sequence. Leave the technique that cuts sequences out."
-            )
-
-
-_PASSES: list[_Passes] = []
-"""Counters of attention calls, one for each active context of `cut_batch`."""
+_CALLS: list[int] = []
+"""Numbers of attention layers that called ring attention, one for each active context of `cut_batch`."""
 
 
 def attend(
@@ -169,8 +158,7 @@ def attend(
             f"{type(module).__name__}: ring attention supports plain causal attention, but this one has "
             f"{' and '.join(asked) or 'no such order'}. Leave the technique that cuts sequences out."
         )
-    for passes in _PASSES:
-        passes.calls += 1
+    _CALLS[:] = [calls + 1 for calls in _CALLS]
     grouped = key.size(1) != query.size(1)
     if grouped and _dtype_of(query) not in HALVES:  # only flash attention supports grouped keys
         key, value = (repeat_kv(one, query.size(1) // one.size(1)) for one in (key, value))

@@ -12,22 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from snugfit.techniques.setup import OptimizerWish
-
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 """Module of torch's `ZeroRedundancyOptimizer`. Only its name is compared, because the import takes time."""
-
-
-def sharded_optimizer(wish: OptimizerWish, model: Any, groups: Any, **numbers: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of torch with states sharded over the processes; the hyperparameters `numbers`
-    (learning rate and others) override those of `wish`. A given model is prepared for the optimizer.
-    """
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    if wish.prepare and model is not None:
-        wish.prepare.run(model)
-    kind: Any = wish.factory.resolve()
-    return ZeroRedundancyOptimizer(groups, kind, **{**numbers, **wish.factory.arguments})
 
 
 def spreads_states(optimizer: Any) -> bool:

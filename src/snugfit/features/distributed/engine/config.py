@@ -39,17 +39,6 @@ def is_of_engine(optimizer: Any) -> bool:
     return type(optimizer).__module__ == "snugfit.features.distributed.engine.optimizer"
 
 
-def group_bytes(wish: ShardingWish, loop: str) -> int:
-    """Return the GPU memory, in bytes by NVML, that NCCL takes for a group of one process. Return 0 on
-    several GPUs, where `Exchanges` predicts it.
-    """
-    if wish.ranks > 1:
-        return 0
-    if wish.stage == 3 and loop != "plain":
-        return BUILT_WITHIN
-    return PROCESS_GROUP[wish.stage]
-
-
 def engine_config(
     setup: Setup, *, batch_size: int, clip: float | None, width: int, folder: str | None = None
 ) -> dict[str, Any]:

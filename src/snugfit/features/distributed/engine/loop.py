@@ -102,9 +102,11 @@ def make_engine(job: Job, setup: Setup, model: torch.nn.Module, optimizer: torch
     return deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)[0]
 
 
-def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
-    """Return the model, built on the host, in the dtype to which the engine would cast it there. Raises
-    `UsageError` if DeepSpeed cannot keep optimizer states on the chosen device.
+def built_for_engine(
+    job: Job, setup: Setup, device: torch.device, *, on_host: bool = True
+) -> torch.nn.Module:
+    """Return the model, built on the host by default, in the dtype to which the engine would cast it there.
+    Raises `UsageError` if DeepSpeed cannot keep optimizer states on the chosen device.
     """
     wish = SHARDING.of(setup)
     assert wish is not None
@@ -112,7 +114,7 @@ def built_for_engine(job: Job, setup: Setup, device: torch.device) -> torch.nn.M
         refuse_without_file_operator(wish)
     # Without a dtype, weights keep fp32, in which the model is built.
     dtype = None if wish.dtype == "float32" else wish.dtype
-    return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=True)
+    return build_model(job, replace(setup, weights_dtype=dtype), device, on_host=on_host)
 
 
 def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch.nn.Module:
@@ -125,13 +127,9 @@ def built_by_transformers(job: Job, setup: Setup, device: torch.device) -> torch
     """
     wish = SHARDING.of(setup)
     assert wish is not None
-    if wish.stage != 3:
-        model = built_for_engine(job, setup, device)
-    else:
-        if device.type != "meta":
-            refuse_without_file_operator(wish)
-        dtype = None if wish.dtype == "float32" else wish.dtype
-        model = build_model(replace(job, build_on="device"), replace(setup, weights_dtype=dtype), device)
+    within = wish.stage == 3
+    job = replace(job, build_on="device") if within else job
+    model = built_for_engine(job, setup, device, on_host=not within)
     if any(tensors_beside(weight) for weight in model.parameters()):
         raise UsageError(f"{PACKED_ELSEWHERE}. Take --loop plain, or try lora.")
     return model

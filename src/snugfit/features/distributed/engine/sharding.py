@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.errors import UsageError
-from snugfit.features.distributed.engine.config import engine_config, group_bytes, swap_folder, width_of
+from snugfit.features.distributed.engine.config import (
+    BUILT_WITHIN,
+    PROCESS_GROUP,
+    engine_config,
+    swap_folder,
+    width_of,
+)
 from snugfit.features.distributed.fields import SHARDING, ShardingWish
 from snugfit.features.distributed.techniques.deepspeed_zero import (
     AUTO,
@@ -106,7 +112,10 @@ class DeepSpeed:
         """Return the GPU memory, in bytes by NVML, of the process group that DeepSpeed creates for one GPU; 0
         for several GPUs.
         """
-        return group_bytes(self._wish, loop)
+        if self._wish.ranks > 1:
+            return 0  # `Exchanges` predicts it
+        within = self._wish.stage == 3 and loop != "plain"
+        return BUILT_WITHIN if within else PROCESS_GROUP[self._wish.stage]
 
     @property
     def training_step(self) -> type[Any]:

@@ -230,9 +230,7 @@ class HostTensors(TorchDispatchMode):
         """
         if func in QUESTIONS:
             return func(*args, **kwargs)
-        MetaLink.observer.work_on_host(
-            sum(one.nbytes for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
-        )
+        MetaLink.observer.work_on_host(_nbytes((args, kwargs)))
         if func._schema.is_mutable:
             # The sum above counts one pass over the operand. Modifying it takes a read and a write.
             if func not in OVERWRITING and isinstance(args[0], torch.Tensor):
