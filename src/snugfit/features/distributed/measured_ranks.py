@@ -72,9 +72,11 @@ class RankGroup:
         self, step: Step, steps: int, timed: Observer, when_timed: Callable[[], None]
     ) -> Fabric | None:
         """Run `steps` timed steps, call the function `when_timed`, and run a few more steps. In these, the
-        first rank measures the exchanges.
+        first rank measures the exchanges. Return their seconds, or None without NCCL kernels.
         """
-        return run_further(step, steps, timed, when_timed, profiles=self.rank == 0)
+        profiler = FabricProfiler() if self.rank == 0 else None
+        step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))
+        return profiler.fabric() if profiler else None
 
     def leave(self) -> None:
         """Block until all ranks of the run have called this."""
@@ -174,17 +176,6 @@ class FabricProfiler:
         except Exception as fault:
             self._failed = True
             print(f"The exchange between ranks was not measured: {fault}", file=sys.stderr)
-
-
-def run_further(
-    step: Step, steps: int, timed: Observer, when_timed: Callable[[], None], *, profiles: bool
-) -> Fabric | None:
-    """Run timed steps and a few more. Return the measured seconds of collectives if this rank `profiles` and
-    NCCL kernels ran; otherwise None.
-    """
-    profiler = FabricProfiler() if profiles else None
-    step.run(steps + EXTRA_STEPS, FurtherSteps(timed, steps - 1, when_timed, profiler))
-    return profiler.fabric() if profiler else None
 
 
 class FurtherSteps(Observer):

@@ -183,15 +183,6 @@ class Evidence:
         expected = judged.needed_bytes + further * (size.samples - near.samples)
         return self.does_fit(judged._replace(needed_bytes=int(expected)))
 
-    def missed_elsewhere(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if this batch split clearly exceeded the memory in a simulated layout with the same
-        work per GPU.
-        """
-        like = shared.of_each
-        return any(
-            other.of_each == like and self._missed_clearly(other, size) for other in self._shared.values()
-        )
-
     def _by_samples(self, shared: Shared) -> tuple[int, float]:
         """Return the samples of the smallest simulated micro-batch with the same work per GPU, and the bytes
         that each further sample adds.
@@ -277,28 +268,6 @@ class Evidence:
             if size.gpus == gpus and self.does_fit(judged)
         ]
         return min(fit, default=None)
-
-    def has_pace(self, shared: Shared) -> bool:
-        """Return True if a lower bound of the seconds per sample is known for this layout, or one with
-        smaller groups.
-        """
-        if shared.of_each in self._paces:
-            return True
-        known = (pace.shared for pace in self._paces.values() if pace.shared.parts > 1 or shared.parts == 1)
-        return any(shared.has_groups_of(one) for one in known)
-
-    def knows_mesh(self, shared: Shared, size: CutStep) -> bool:
-        """Return True if a lower bound of the seconds per sample is known for this batch split with these
-        groups of GPUs.
-
-        Smaller groups with the same kinds of parallelism count too.
-        """
-        return any(
-            pace.shared.parts > 1
-            and size.samples <= pace.samples * shared.parts / pace.shared.parts
-            and shared.has_groups_of(pace.shared)
-            for pace in self._paces.values()
-        )
 
     def in_half_groups(self, shared: Shared) -> Iterator[Shared]:
         """Yield simulated layouts that differ from this one only in groups of half as many GPUs."""

@@ -187,45 +187,7 @@ class FastestOnGpus:
                 least, at = next_one
                 by_least.setdefault(least, []).append((way, at))
         asked = [one for least in sorted(by_least) for one in by_least[least]]
-        if not is_anything_known:
-            asked = self._leanest(asked)
-            return self._one_of_each(asked)[:AT_ONCE]
-        return self._one_of_each(list(map(self._telling, asked)))[:AT_ONCE]
-
-    def _one_of_each(self, asked: list[_Question]) -> list[_Question]:
-        """Remove recipes from the list whose simulation would give the same lower bound of seconds per sample
-        as another.
-
-        Such recipes do the same work per GPU and sample.
-        """
-        paceless: dict[str, _Question] = {}
-        some: list[_Question] = []
-        for question in asked:
-            shared = question[0].shared
-            if self._evidence.has_pace(shared):
-                some.append(question)
-            elif shared.of_each not in paceless:
-                paceless[shared.of_each] = question
-                some.append(question)
-            # With stages, the bound of the largest micro-batch holds for all smaller ones.
-            elif shared.stages > 1 and _samples_of(question) > _samples_of(paceless[shared.of_each]):
-                some[some.index(paceless[shared.of_each])] = question
-                paceless[shared.of_each] = question
-        return some
-
-    def _telling(self, question: _Question) -> _Question:
-        """Return the recipe to simulate in place of `question`: with one micro-batch if its groups of GPUs
-        have no lower bound of seconds per sample.
-
-        It gives this bound even if it does not fit: smaller micro-batches take no less time per sample.
-        """
-        way, at = question
-        # A single GPU has no mesh, and some layouts are not possible with the whole batch at once.
-        if way.shared.parts == 1 or way.sizes[0].pieces > 1:
-            return question
-        first = self._first(way)
-        size = way.sizes[at if first is None else first]
-        return question if self._evidence.knows_mesh(way.shared, size) else (way, 0)
+        return (asked if is_anything_known else self._leanest(asked))[:AT_ONCE]
 
     def _open(self, way: _WayToShare, best: float) -> tuple[float, int] | None:
         """Return a layout's lower bound of a step's seconds, and the index of the number of micro-batches to
@@ -256,11 +218,9 @@ class FastestOnGpus:
         """
         fitting, last = self._smallest_that_fits(way), len(way.sizes) - 1
         if fitting is None:
-            # If the fewest micro-batches probably do not fit, the smallest ones show first if any number
-            # fits.
-            is_hopeless = first > 0 or self._evidence.missed_elsewhere(way.shared, way.sizes[first])
+            # If the fewest micro-batches do not fit, the smallest ones show first if any number fits.
             was_asked = self._evidence.judgment(way.shared, way.sizes[last]) is not None
-            return last if is_hopeless and not was_asked else first
+            return last if first > 0 and not was_asked else first
         # A number of micro-batches that fits by its bounds alone has no seconds yet, so it is simulated.
         if fitting == first or self._evidence.judgment(way.shared, way.sizes[fitting]) is None:
             is_known = self._evidence.judgment(way.shared, way.sizes[first]) is not None
@@ -285,12 +245,10 @@ class FastestOnGpus:
             # compared.
             if way.shared.stages > 1 and way.sizes != other.sizes:
                 continue
-            if way.shared.is_slower_than(other.shared):
-                whole = self._evidence.fits(other.shared, other.sizes[0])
-                if whole or (
-                    whole is None and not self._evidence.missed_elsewhere(other.shared, other.sizes[0])
-                ):
-                    return True
+            if not way.shared.is_slower_than(other.shared):
+                continue
+            if self._evidence.fits(other.shared, other.sizes[0]) is not False:
+                return True
         return False
 
     def _waits_for_smaller_groups(self, way: _WayToShare, best: float) -> bool:
@@ -373,11 +331,6 @@ def smaller_miss(*misses: Screened | None) -> Screened | None:
     """Return the recipe with the fewest bytes among these, which do not fit; None without any."""
     every = (one for one in misses if one is not None)
     return min(every, key=lambda one: one.judged.needed_bytes, default=None)
-
-
-def _samples_of(question: _Question) -> int:
-    way, at = question
-    return way.sizes[at].samples
 
 
 def refusable(shared: Shared) -> str:

@@ -12,8 +12,8 @@ from snugfit.features.distributed.measured_ranks import (
     Fabric,
     FurtherSteps,
     KernelSpan,
+    RankGroup,
     fabric_of,
-    run_further,
 )
 from snugfit.measurement import child as child_room
 from snugfit.measurement.child_result import ChildResult
@@ -85,7 +85,7 @@ def test_a_run_goes_on_for_the_profiler_and_without_it(
     def run() -> ChildResult:
         cpu = torch.device("cpu")
         step = PlainStep(tiny_job(), Setup(), cpu)
-        group = SimpleNamespace(run_further=partial(run_further, profiles=True))
+        group = SimpleNamespace(run_further=partial(RankGroup.run_further, SimpleNamespace(rank=0)))
         return child_room._run_with_further_steps(step, 3, Stopwatch(cpu, 1), request, group)
 
     seen = run()
