@@ -17,14 +17,14 @@ def mesh(tensor: Any) -> Any:
     return getattr(tensor, "device_mesh", None)
 
 
-def is_part(value: Any) -> bool:
+def is_part(tensor: Any) -> bool:
     """Return True if a value is a `DTensor`, of which this process has a shard."""
-    return mesh(value) is not None
+    return mesh(tensor) is not None
 
 
-def own_part(value: Any) -> Any:
+def own_part(tensor: Any) -> Any:
     """Return this process's local shard of a `DTensor`, or any other value itself."""
-    return value.to_local() if is_part(value) else value
+    return tensor.to_local() if is_part(tensor) else tensor
 
 
 def device_of(model: torch.nn.Module) -> str:

@@ -156,7 +156,7 @@ def _refuse_packed(folder: Path, name: str, stored: Any) -> None:
                 file.open("rb") as whole,
                 mmap.mmap(whole.fileno(), length, access=mmap.ACCESS_READ, offset=offset) as part,
             ):
-                members = zipfile.ZipFile(part).infolist()  # type: ignore[arg-type]
+                members = zipfile.ZipFile(part).infolist()  # type: ignore[call-overload]
         except (zipfile.BadZipFile, NotImplementedError, ValueError, TypeError, OverflowError) as fault:
             why = f"it is not a file of torch's ({fault})"
         else:

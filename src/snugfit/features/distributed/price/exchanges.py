@@ -28,10 +28,13 @@ from snugfit.features.distributed.price.communication import (
 )
 from snugfit.features.distributed.price.stages import (
     PipelinedStep,
-    pipelined_step,
+    orders_of,
     rank_of,
+    simulate_stages,
+    stage_work,
     stages_to_rehearse,
     stand_in,
+    transfer_seconds,
     without_other_stages,
 )
 from snugfit.features.distributed.price.streams import SimulatedStreams
@@ -179,14 +182,17 @@ class PipelinedRanks:
         link = interconnect_of(self._gpu, rates)
         # Steps of `alone` contain no transfers between stages, so their seconds are added.
         sent = sum(link.seconds(kernel) for kernel in trace.kernels if kernel.operator in (SEND, RECEIVE))
-        self._step = step = pipelined_step(
-            {self._stages[one.rank]: one.trace for one in self._ranks},
-            self._wish,
-            self._job.model.layers,
-            self._gpu,
-            rates,
-            micro_batches=self._setup.micro_batches,
-            workers=workers,
+        wish, layers = self._wish, self._job.model.layers
+        orders = orders_of(wish, self._setup.micro_batches)
+        work = {}
+        for one in self._ranks:
+            stage = self._stages[one.rank]
+            work[stage] = stage_work(one.trace, orders[stage], self._gpu, rates, workers=workers)
+        self._step = step = simulate_stages(
+            [work[stand_in(stage, wish, layers)] for stage in range(wish.stages)],
+            orders,
+            transfer=max(transfer_seconds(one.trace, link) for one in self._ranks),
+            clips=any(kernel.phase == "clip" for one in self._ranks for kernel in one.trace.kernels),
             tied=self._job.ties_embeddings(),
         )
         length, idle = step.step_seconds, step.idle[self._stages[rank]]

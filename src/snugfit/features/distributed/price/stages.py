@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from snugfit.features.distributed.fields import ParallelWish
     from snugfit.job.gpu import Gpu
     from snugfit.prediction.rates import Rates
-    from snugfit.rehearsal.trace.trace import Kernel, Trace
+    from snugfit.rehearsal.trace.trace import Trace
 
 ONE_FORWARD_ONE_BACKWARD, GPIPE = "1F1B", "GPipe"
 """torch's names of the pipeline schedules with one stage on each GPU."""
@@ -317,36 +317,3 @@ def _run_passes(
                 if other not in waiting and other != rank:
                     waiting.append(other)
     return now
-
-
-def pipelined_step(
-    traces: Mapping[int, Trace],
-    wish: ParallelWish,
-    layers: int,
-    gpu: Gpu,
-    rates: Rates,
-    *,
-    micro_batches: int,
-    workers: int = 0,
-    tied: bool = False,
-) -> PipelinedStep:
-    """Return the predicted seconds of a step of all pipeline stages, from the traces of the simulated ones.
-    `tied` means that the first stage and the last share one matrix.
-    """
-    orders = orders_of(wish, micro_batches)
-    own = {
-        position: stage_work(trace, orders[position], gpu, rates, workers=workers)
-        for position, trace in traces.items()
-    }
-    link = interconnect_of(gpu, rates)
-    return simulate_stages(
-        [own[stand_in(position, wish, layers)] for position in range(wish.stages)],
-        orders,
-        transfer=max(transfer_seconds(trace, link) for trace in traces.values()),
-        clips=any(_clips(trace.kernels) for trace in traces.values()),
-        tied=tied,
-    )
-
-
-def _clips(kernels: Sequence[Kernel]) -> bool:
-    return any(kernel.phase == "clip" for kernel in kernels)

@@ -255,7 +255,7 @@ class RankRecorder(Recorder):
         nbytes = collectives.carried_bytes(func, out, args, kwargs)
         peers = collectives.peers_of_exchange(func, args, group)
         if peers is not None:  # a transfer between pipeline stages
-            self._add_to_last_step(collectives.kernel_of(func), _cost(nbytes), peers)
+            self._add_to_last_step(kernel, _cost(nbytes), peers)
             return out
         own_stream = collectives.is_async(func, args, kwargs)
         if own_stream and kernel == ALL_REDUCE and self._phase != "backward":

@@ -106,7 +106,7 @@ def test_most_of_the_recipes_are_never_asked_about(made_up: type[MadeUpJudge]) -
     every = sum(
         len(cuts(job, shared, Kept())) for count in counts for shared in ways(job, Recipe(), count, Kept())
     )
-    assert len(made_up.asked) < every / 10
+    assert len(made_up.asked) <= every / 10
 
 
 def test_larger_numbers_are_not_looked_at_once_two_cost_no_less(
