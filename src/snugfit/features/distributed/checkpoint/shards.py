@@ -298,14 +298,14 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
     return ModelWeights(model=state.model, files={WEIGHTS: whole}, configs={}, state=shared, dtype=dtype)
 
 
-def _gathered(value: Any) -> torch.Tensor:
+def _gather_whole(value: Any) -> torch.Tensor:
     """Return a whole tensor, gathered from all processes if it is sharded."""
     whole: torch.Tensor = value.detach()
     return whole.full_tensor() if is_part(value) else whole  # type: ignore[attr-defined, no-any-return]
 
 
 def whole_weights(
-    model: torch.nn.Module, gather: Callable[[Any], torch.Tensor] = _gathered, *, is_kept: bool = True
+    model: torch.nn.Module, gather: Callable[[Any], torch.Tensor] = _gather_whole, *, is_kept: bool = True
 ) -> dict[str, torch.Tensor]:
     """Gather the model's `state_dict` on the host, one tensor after the other. All processes call it. The
     result is empty in a process that does not keep it.

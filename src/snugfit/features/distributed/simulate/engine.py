@@ -18,7 +18,7 @@ import torch
 from snugfit.features.distributed.engine.config import PROCESS_GROUP
 from snugfit.features.distributed.simulate.device_module import ShapesModule
 from snugfit.features.distributed.simulate.host_tensors import HostTensors
-from snugfit.features.distributed.simulate.patches import Patch, counted, replace_attributes
+from snugfit.features.distributed.simulate.patches import Patch, count_calls, replace_attributes
 from snugfit.features.distributed.simulate.ranks import RankRecorder, process_group
 from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.device import attention
@@ -169,7 +169,9 @@ def _counted_hooks(recorder: Recorder) -> list[Patch]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     kinds = DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
-    return [counted(kind, name, recorder.count_function) for kind in kinds for name in HOOKS[kind.__name__]]
+    return [
+        count_calls(kind, name, recorder.count_function) for kind in kinds for name in HOOKS[kind.__name__]
+    ]
 
 
 @contextlib.contextmanager

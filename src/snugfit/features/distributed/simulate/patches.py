@@ -21,7 +21,7 @@ def replace_attributes(patches: Iterable[Patch]) -> Iterator[None]:
         yield
 
 
-def counted(owner: Any, name: str, count: Callable[[], None]) -> Patch:
+def count_calls(owner: Any, name: str, count: Callable[[], None]) -> Patch:
     """Return a patch of a class's method that first calls the function `count`."""
     method = getattr(owner, name)
 

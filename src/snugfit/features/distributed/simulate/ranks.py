@@ -28,7 +28,7 @@ from snugfit.features.distributed.simulate.allocations import RankAllocations
 from snugfit.features.distributed.simulate.device_module import ShapesModule
 from snugfit.features.distributed.simulate.host_tensors import asks_for_shapes, copies_out
 from snugfit.features.distributed.simulate.offloaded_shards import HostShards, shards_on_host
-from snugfit.features.distributed.simulate.patches import Patch, counted, replace_attributes
+from snugfit.features.distributed.simulate.patches import Patch, count_calls, replace_attributes
 from snugfit.features.distributed.simulate.streams import Moment, StreamOrder
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.device.scratch import CUDA_RULES
@@ -343,7 +343,7 @@ def rank_on_shapes(recorder: RankRecorder, wish: ParallelWish) -> Iterator[None]
         # FSDP2 refuses weights on `meta`.
         (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         *(
-            counted(FSDPParamGroup, name, functools.partial(recorder.count_host_work, SHARD_HOOKS, hooks))
+            count_calls(FSDPParamGroup, name, functools.partial(recorder.count_host_work, SHARD_HOOKS, hooks))
             for name, hooks in {"pre_forward": 2, "unshard": 1, "post_backward": 2}.items()
         ),
         # There are no other processes to compare shapes with.

@@ -170,7 +170,7 @@ class EngineTechnique(Technique):
     searched: ClassVar = False
 
     zero_stage: ClassVar[int]
-    """Stage of ZeRO."""
+    """Number of the ZeRO stage that the engine runs: 2 or 3."""
 
     offload: str = "cpu"
 
