@@ -106,7 +106,8 @@ class ParallelHandler(AccelerateHandler):
         """
         if wish.prepare and model is not None:
             wish.prepare.run(model)
-        groups, kind = optimizer_groups(groups), wish.factory.resolve()
+        groups = optimizer_groups(groups)
+        kind: Any = wish.factory.resolve()
         if value.states == "sharded":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -301,7 +301,7 @@ def _whole_model(state: TrainState, shared: ModelState) -> ModelWeights | None:
 def _gather_whole(value: Any) -> torch.Tensor:
     """Return a whole tensor, gathered from all processes if it is sharded."""
     whole: torch.Tensor = value.detach()
-    return whole.full_tensor() if is_part(value) else whole  # type: ignore[attr-defined, no-any-return]
+    return whole.full_tensor() if is_part(value) else whole  # type: ignore[attr-defined]
 
 
 def whole_weights(
