@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from snugfit.errors import UsageError
 from snugfit.techniques.feature import Configuration, Feature
-
-if TYPE_CHECKING:
-    pass
 
 _NO_DIFF = "snugfit check writes no diff any more. Its table lists each cure, and --json gives it as `fix`."
 

@@ -199,10 +199,16 @@ class _Reader:
                     self._translate(name, value, of_key, given, of_script=of_script)
         for rule in table.together:
             if all(given.get(key) == value for key, value in rule["when"].items()):
-                origin = next(iter(rule["when"].items()))
-                self.arguments |= rule["becomes"]
-                self.origins |= dict.fromkeys(rule["becomes"], origin)
-                self.tables |= dict.fromkeys(rule["becomes"], table)
+                self._add(rule["becomes"], next(iter(rule["when"].items())), table)
+
+    def _add(
+        self, arguments: Mapping[str, Any], origin: tuple[str, Any], table: Dialect | None = None
+    ) -> None:
+        """Add arguments that follow from one key of a file, `origin`, whose meaning `table` gives."""
+        self.arguments |= arguments
+        self.origins |= dict.fromkeys(arguments, origin)
+        if table is not None:
+            self.tables |= dict.fromkeys(arguments, table)
 
     def _unquantized_model(self) -> None:
         """Replace a hub name of a 4-bit bitsandbytes model by the 16-bit model with the technique qlora.
@@ -220,8 +226,7 @@ class _Reader:
             return
         bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         words = {f"model.quantization_config.{key}": value for key, value in bits.items()}
-        self.arguments |= {"job.model": unquantized_name(name), **words}
-        self.origins |= dict.fromkeys(words, origin)
+        self._add({"job.model": unquantized_name(name), **words}, origin)
 
     def _accumulation(self) -> None:
         """Set gradient accumulation to the quotient of the batch per GPU and the micro-batch, if a file gives
@@ -232,7 +237,7 @@ class _Reader:
         if origin is None:
             return
         if type(whole) is int and type(micro) is int and micro and ACCUMULATION not in self.arguments:
-            self.arguments[ACCUMULATION], self.origins[ACCUMULATION] = whole // micro, origin
+            self._add({ACCUMULATION: whole // micro}, origin)
         else:
             self._line(self.ignored, *origin, "the micro-batch and the accumulation set the batch")
 
@@ -285,10 +290,7 @@ class _Reader:
         if meaning is not None:
             # If a file has both the old and the new name of a key, the new one is used.
             newer = [name for name in meaning if name in given and given[name] is not None and name != key]
-            for name, one in meaning.items():
-                if name not in newer:
-                    self.arguments[name], self.origins[name] = one, (key, value)
-                    self.tables[name] = table
+            self._add({name: one for name, one in meaning.items() if name not in newer}, (key, value), table)
             if note := table.difference(key, value):
                 self._line(self.differs, key, value, note)
             return
@@ -297,8 +299,7 @@ class _Reader:
         elif table.of_trainer or of_script or self._is_an_argument(key, table):
             # None does not override a value from another key.
             if value is not None or key not in self.arguments:
-                self.arguments[key], self.origins[key] = value, (key, value)
-                self.tables[key] = table
+                self._add({key: value}, (key, value), table)
         else:
             self._account_in(table, key, value)
 
@@ -352,8 +353,7 @@ class _Reader:
         if BY in origins and not processes.words and not wrong and self.gpus == 1:
             self._line(self.ignored, *origins[BY], "it is one GPU")
         origin = origins.get(processes.asked_by) or counted or ("gpus", self.gpus)
-        self.arguments |= processes.words
-        self.origins |= dict.fromkeys(processes.words, origin)
+        self._add(processes.words, origin)
         self._drop_idle()
 
     def _drop_idle(self) -> None:

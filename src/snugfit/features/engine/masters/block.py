@@ -4,10 +4,7 @@ missing in a simulation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import NamedTuple
 
 
 class LaunchSettings(NamedTuple):
@@ -50,33 +47,3 @@ NORM_WARPS = 4
 NUMBERS = 8
 """Number of scalars, such as the learning rate, that the host writes for each group of weights in a step. The
 last one is the step's number."""
-
-
-class LaunchTable(NamedTuple):
-    """The arguments of a kernel launch that updates all weights in a table of memory addresses
-    (`table.py`).
-    """
-
-    places: torch.Tensor
-    """Memory addresses of each weight and its states on the device (N, length of a record), int64."""
-
-    owners: torch.Tensor
-    """Index of the weight that each block of elements belongs to (blocks,), int32."""
-
-    weight_indices: torch.Tensor
-    """Index of each weight's row of scalars, such as the learning rate (N,), int32."""
-
-    blocks: int
-    """Number of blocks of elements in all weights."""
-
-    lower_bits: int
-    """Bits of the lower half of a weight that is split in two: 16 or 8. 0 for fp32 weights and gradients."""
-
-    is_aligned: bool
-    """True if all memory addresses are multiples of 16."""
-
-    settings: LaunchSettings
-    """Launch settings of the kernel, which include the number of elements per block."""
-
-    group: int
-    """Number of elements of 8-bit moments that share a scale (`compact.py`); 0 for 32-bit moments."""

@@ -16,11 +16,13 @@ gradient that is freed at once has a new address each time. A table would have t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from snugfit.features.engine.masters.block import NORM_WARPS, NUMBERS, SETTINGS, LaunchSettings, LaunchTable
+from snugfit.features.engine.masters.block import NORM_WARPS, NUMBERS, SETTINGS, LaunchSettings
 from snugfit.features.engine.masters.compact_kernel import update_compact
 from snugfit.features.engine.masters.elements import (
     adamw,
@@ -30,6 +32,9 @@ from snugfit.features.engine.masters.elements import (
     pointer,
     upper_half,
 )
+
+if TYPE_CHECKING:
+    from snugfit.features.engine.masters.table import WeightTable
 
 WIDE = 16
 """Bytes of 32-bit data that a thread reads at once, from addresses that are multiples of this."""
@@ -186,7 +191,7 @@ def root_of_sums(sums, norm, count, WIDTH: tl.constexpr):  # type: ignore[no-unt
 
 
 def launch_update(
-    table: LaunchTable,
+    table: WeightTable,
     numbers: torch.Tensor,
     norm: torch.Tensor | None,
     max_norm: float,
@@ -207,7 +212,7 @@ def launch_update(
     )  # fmt: skip
 
 
-def launch_sums(table: LaunchTable, sums: torch.Tensor) -> None:
+def launch_sums(table: WeightTable, sums: torch.Tensor) -> None:
     """Launch the kernel that writes sums of squares of this table's gradients, in fp32: one sum for each
     Triton program.
     """

@@ -73,7 +73,10 @@ def update_weights(
     # An operator call with lists of hundreds of tensors takes the host longer than the kernel launch itself.
     if not numbers.is_meta:
         with triton_named():
-            table.launch(numbers, norm, max_norm)
+            # Triton is imported at the first launch only.
+            from snugfit.features.engine.masters import kernel
+
+            kernel.launch_update(table, numbers, norm, max_norm)
         # The kernels change weights without autograd's knowledge, so their versions are increased here.
         torch.autograd.graph.increment_version(table.weights)
         # Copies of gradients are only needed until the kernel has read them.
@@ -101,10 +104,9 @@ def norm_of(tables: Sequence[WeightTable], sums: torch.Tensor, norm: torch.Tenso
         take_root(sums, norm)
         return
     with triton_named():
-        # Triton is imported at the first launch only.
         from snugfit.features.engine.masters import kernel
     for table, row in zip(tables, sums.unbind(), strict=True):
-        kernel.launch_sums(table.as_launched(), row)
+        kernel.launch_sums(table, row)
     take_root(sums, norm)
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, clip_coefficient, is_refused
+from snugfit.features.engine.masters.adamw import MasterAdamW, Numbers, is_refused
 from snugfit.features.engine.masters.block import NORM_PROGRAMS, NUMBERS
 from snugfit.features.engine.masters.device_copy import DeviceCopy
 from snugfit.features.engine.masters.halves import lower_bits
@@ -26,6 +26,7 @@ from snugfit.features.engine.masters.launches import (
     triton_named,
     writes_in_place,
 )
+from snugfit.features.engine.updates.weight_updates import WeightUpdates
 from snugfit.step.wishes.own_adamw import STEP, with_strides_of
 
 OPERATORS.define(
@@ -36,33 +37,25 @@ for _name in ("adamw_of_weight", "squares_of_gradient"):
     OPERATORS.impl(_name, writes_in_place, "Meta")
 
 
-class MasterUpdates:
-    """Updates one weight at a time, and computes the gradient norm, for AdamW over master weights (subclass
-    of `WeightUpdates`).
-    """
+class MasterUpdates(WeightUpdates):
+    """Updates one weight at a time, and computes the gradient norm, for AdamW over master weights."""
 
     can_be_recorded: ClassVar = True
     """True: its scalars, such as the learning rate, are on the device, so that a CUDA graph can contain
     updates."""
 
     def __init__(self, optimizer: MasterAdamW) -> None:
-        self._optimizer: Any = optimizer
-        self._weights: list[tuple[torch.Tensor, int]] = [
-            (weight, number)
-            for number, group in enumerate(optimizer.param_groups)
-            for weight in group["params"]
-        ]
-        self._order = {weight: number for number, (weight, _) in enumerate(self._weights)}
-        self._norms: dict[int, torch.Tensor] = {}
+        super().__init__(
+            optimizer, (weight for group in optimizer.param_groups for weight in group["params"])
+        )
         self._norm: torch.Tensor | None = None
         self._most = 0.0
-        self._coefficient: torch.Tensor | None = None
         self._is_refused = False
         self._known: list[Any] = []
-        by_kernel = [weight for weight, _ in self._weights if is_on_gpu(weight)]
+        by_kernel = list(filter(is_on_gpu, self._order))
         if by_kernel:
             device = by_kernel[0].device
-            self._numbers = DeviceCopy((len(self._weights), NUMBERS), torch.float32, device)
+            self._numbers = DeviceCopy((len(self._order), NUMBERS), torch.float32, device)
             self._rows = self._numbers.value.unbind()
             # All kernel launches for a norm add to the same sums, which are set to zero before each norm.
             self._sums = torch.empty(NORM_PROGRAMS, dtype=torch.float32, device=device)
@@ -80,7 +73,7 @@ class MasterUpdates:
 
     def begin_norm(self) -> None:
         """Set the sum of squared gradients to zero."""
-        self._norms.clear()
+        super().begin_norm()
         if self._by_kernel:
             self._sums.zero_()
 
@@ -102,11 +95,7 @@ class MasterUpdates:
         if self._by_kernel:
             take_root(self._sums, self._root)
             return self._root
-        # The norms are sorted, so that their sum does not depend on the order in which gradients appear.
-        norms = [norm for _, norm in sorted(self._norms.items())]
-        self._norms.clear()
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        return norm
+        return super().norm()
 
     # ---- the updates -------------------------------------------------------------------------------------
 
@@ -120,14 +109,15 @@ class MasterUpdates:
         self._norm, self._most = norm, max_norm
         if self._by_kernel:
             steps = [
-                (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1) for weight, number in self._weights
+                (number, optimizer.state.get(weight, {}).get(STEP, 0) + 1)
+                for weight, number in self._groups.items()
             ]
             rows = {key: (*Numbers.of(optimizer.param_groups[key[0]], key[1]), key[1]) for key in set(steps)}
             # The scalars of all weights are written once per step, before any gradient exists.
             self._numbers.write([rows[key] for key in steps])
             return
         self._is_refused = is_refused(norm)
-        self._coefficient = None if norm is None else clip_coefficient(norm, max_norm)
+        super().begin_update(norm, max_norm)
 
     def has_states(self, weight: torch.Tensor) -> bool:
         """Return True if this weight has optimizer states, so that its update creates none."""
@@ -157,13 +147,13 @@ class MasterUpdates:
         if not weight.numel():
             return
         self.make_states([weight])
-        state, order = optimizer.state[weight], self._order[weight]
+        state = optimizer.state[weight]
         if is_on_gpu(weight):
-            self._launch(weight, with_strides_of(weight, gradient), state, self._rows[order])
+            self._launch(weight, with_strides_of(weight, gradient), state, self._rows[self._order[weight]])
             return
         state[STEP] += 1
         if not self._is_refused:
-            numbers = Numbers.of(optimizer.param_groups[self._weights[order][1]], state[STEP])
+            numbers = Numbers.of(optimizer.param_groups[self._groups[weight]], state[STEP])
             optimizer.update_plainly(weight, gradient, numbers, self._coefficient)
 
     def _launch(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from snugfit.errors import RecipeError
-from snugfit.features.engine.masters.block import SETTINGS, LaunchSettings, LaunchTable
+from snugfit.features.engine.masters.block import SETTINGS, LaunchSettings
 from snugfit.features.engine.masters.device_copy import DeviceCopy
 from snugfit.features.engine.masters.halves import RESIDUAL, lower_bits
 from snugfit.step.wishes.own_adamw import flat, with_strides_of
@@ -72,12 +72,10 @@ class WeightTable:
         """Return the table's rows of memory addresses (N, `record`), an int64 tensor on the device."""
         return self._places.value
 
-    def as_launched(self) -> LaunchTable:
-        """Return the arguments with which kernels for this table are launched."""
-        return LaunchTable(
-            self.places, self.owners, self._which.value, self.blocks, self.lower_bits,
-            self.is_aligned, self.settings, self.group,
-        )  # fmt: skip
+    @property
+    def weight_indices(self) -> torch.Tensor:
+        """Return the index of each weight's row of scalars, such as the learning rate (N,), int32."""
+        return self._which.value
 
     @classmethod
     def tensors_kept(cls, state: dict[str, Any]) -> list[torch.Tensor | None]:
@@ -137,14 +135,6 @@ class WeightTable:
         if rows != self._rows:
             self._rows = list(rows)
             self._which.write(rows)
-
-    def launch(self, numbers: torch.Tensor, norm: torch.Tensor | None, max_norm: float) -> None:
-        """Launch the AdamW update of this table's weights (`kernel.launch_update`). Raises `ImportError`
-        without Triton.
-        """
-        from snugfit.features.engine.masters.kernel import launch_update
-
-        launch_update(self.as_launched(), numbers, norm, max_norm)
 
 
 def _lower_bits_of_all(states: Sequence[dict[str, Any]]) -> int:

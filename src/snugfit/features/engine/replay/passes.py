@@ -7,22 +7,13 @@ one that was not replayed. The gradients stay allocated between steps, unlike th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from snugfit.features.engine.replay.batch import (
-    fill_up,
-    is_packed,
-    layout_of,
-    longest_sequence,
-    masks_by_shape,
-)
-from snugfit.features.engine.replay.graphs import NotRecorded
-from snugfit.features.engine.replay.step import MOST_LAYOUTS
+from snugfit.features.engine.replay.batch import fill_up, is_packed, layout_of, masks_by_shape
+from snugfit.features.engine.replay.step import GraphRunner
 from snugfit.job.batch_layout import map_leaves
-from snugfit.step.step_runner import StepRunner
 
 if TYPE_CHECKING:
     import torch
@@ -62,19 +53,17 @@ class PassGraph:
     replay: Callable[[], None] | None = None
 
 
-class CapturedPasses(StepRunner):
+class CapturedPasses(GraphRunner):
     """Records the forward and backward passes of a user's loop as CUDA graphs, and replays them."""
 
+    _loop: PassesLoop
+
     def __init__(self, loop: PassesLoop, graphs: Graphs, multiple: int) -> None:
-        # The loop refers to this object. A weak reference back lets the graphs be freed with the loop.
-        self._loop: PassesLoop = weakref.proxy(loop)
-        self._graphs, self._multiple = graphs, multiple
-        self._recordings: dict[Hashable, PassGraph] = {}
+        super().__init__(loop, graphs, multiple)
         self._trained: dict[Hashable, list[torch.nn.Parameter]] = {}
         """Weights that got a gradient in the first pass of each layout. All others keep none."""
         self._gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._addresses: Hashable = None
-        self._most = longest_sequence(loop.job)
 
     def run_passes(
         self, built: Any, pieces: Sequence[Mapping[str, Any]], weights: Sequence[Any]
@@ -85,9 +74,9 @@ class CapturedPasses(StepRunner):
         [piece], [weight] = fill_up(pieces, self._multiple, self._most), weights
         self._drop_if_moved()
         key = (layout_of(piece), weight is None)
-        if key in self._trained and key not in self._recordings and self._has_free_memory():
-            self._record(key, built, piece, weight)
-        recording = self._recordings.get(key)
+        if key in self._trained and self._may_record(key):
+            self._record_pass(key, built, piece, weight)
+        recording: PassGraph | None = self._recordings.get(key)
         if recording is None:
             # The first pass also uses the graphs' memory pool; otherwise its memory would be needed twice.
             with self._graphs.own_memory(), masks_by_shape(packed=is_packed([piece])):
@@ -107,16 +96,14 @@ class CapturedPasses(StepRunner):
     def update(self, built: Any, norm: torch.Tensor | None = None) -> None:
         """Do nothing, as the user's loop clips and updates."""
 
-    def _has_free_memory(self) -> bool:
-        return not self.why_not and len(self._recordings) < MOST_LAYOUTS
-
     def _drop_if_moved(self) -> None:
         """Drop all CUDA graphs if a weight has moved in memory, or has begun or ceased to be trained."""
         addresses = tuple((one.data_ptr(), one.requires_grad) for one in self._loop.parameters())
         if self._addresses != addresses:
             self._addresses = addresses
-            for table in (self._recordings, self._trained, self._gradients):
-                table.clear()
+            self.drop_graphs()
+            self._trained.clear()
+            self._gradients.clear()
 
     def _place_gradients(self, key: Hashable) -> None:
         """Let the weights have their gradients at the addresses to which a graph adds."""
@@ -135,11 +122,9 @@ class CapturedPasses(StepRunner):
         if empty:
             torch._foreach_zero_(empty)
 
-    def _record(self, key: Hashable, built: Any, piece: Mapping[str, Any], weight: Any) -> None:
-        """Record the passes for one layout. If they cannot be recorded, all later ones run without graphs."""
+    def _record_pass(self, key: Hashable, built: Any, piece: Mapping[str, Any], weight: Any) -> None:
+        """Record the passes for one layout."""
         import torch
-
-        from snugfit.features.engine.replay.recomputed import generators_left_alone
 
         self._place_gradients(key)
         device = self._loop.device
@@ -151,18 +136,10 @@ class CapturedPasses(StepRunner):
 
         recording = PassGraph(map_leaves(piece, own_copy), share)
 
-        wish = self._loop.setup.checkpoint
-        is_kept = wish is not None and wish.keep_drawn
-
         def work() -> None:
-            with masks_by_shape(packed=is_packed([piece])), generators_left_alone(attention_is_kept=is_kept):
+            with masks_by_shape(packed=is_packed([piece])), self._recomputing():
                 # A Trainer may remove labels from a batch.
                 recording.loss = self._loop.run_passes(built, [dict(recording.batch)], [share])
 
-        try:
+        with self._adding(key, recording):
             recording.replay = self._graphs.record(work)
-        except NotRecorded as fault:
-            self.why_not = str(fault)
-            self._recordings.clear()
-        else:
-            self._recordings[key] = recording

@@ -54,6 +54,47 @@ kernels takes some MiB outside of the allocator."""
 Play = Callable[[], None]
 
 
+class GraphRunner(StepRunner):
+    """Base class of runners that record the passes of a loop as CUDA graphs, once for each batch layout."""
+
+    def __init__(self, loop: Any, graphs: Graphs, multiple: int) -> None:
+        # The loop refers to this object. A weak reference back lets the graphs be freed with the loop.
+        self._loop: Any = weakref.proxy(loop)
+        self._graphs, self._multiple = graphs, multiple
+        self._recordings: dict[Hashable, Any] = {}
+        self._most = longest_sequence(loop.job)
+
+    def drop_graphs(self) -> None:
+        """Drop all recorded CUDA graphs, after tensors have moved to other addresses."""
+        self._recordings.clear()
+
+    def _may_record(self, key: Hashable) -> bool:
+        """Return True if this layout has no recording yet, and may get one."""
+        return key not in self._recordings and not self.why_not and len(self._recordings) < MOST_LAYOUTS
+
+    @contextlib.contextmanager
+    def _adding(self, key: Hashable, recording: Any) -> Iterator[None]:
+        """Context in which the graphs of a layout are recorded. If one cannot be recorded, all later steps
+        run without graphs.
+        """
+        try:
+            yield
+        except NotRecorded as fault:
+            self.why_not = str(fault)
+            self.drop_graphs()
+        else:
+            self._recordings[key] = recording
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """Return a context in which `torch.utils.checkpoint` does not touch the GPU's random state, which a
+        CUDA graph cannot reset.
+        """
+        from snugfit.features.engine.replay.recomputed import generators_left_alone
+
+        wish = self._loop.setup.checkpoint
+        return generators_left_alone(attention_is_kept=wish is not None and wish.keep_drawn)
+
+
 @dataclass(eq=False)
 class LayoutGraphs:
     """The CUDA graphs for batches of one layout, with the tensors that they read and write."""
@@ -78,18 +119,16 @@ class LayoutGraphs:
     """Weights whose gradients are consumed by hooks within the recorded backward pass."""
 
 
-class CapturedStep(StepRunner):
+class CapturedStep(GraphRunner):
     """Records the optimizer steps of a loop as CUDA graphs, and replays them."""
 
+    _loop: PlainStep
+
     def __init__(self, loop: PlainStep, graphs: Graphs, multiple: int) -> None:
-        # The loop refers to this object. A weak reference back lets the graphs be freed with the loop.
-        self._loop: PlainStep = weakref.proxy(loop)
-        self._graphs, self._multiple = graphs, multiple
+        super().__init__(loop, graphs, multiple)
         self._met: set[Hashable] = set()
-        self._recordings: dict[Hashable, LayoutGraphs] = {}
         self._played: LayoutGraphs | None = None
         self._update: RecordableUpdate | None = None
-        self._most = longest_sequence(loop.job)
 
     # ---- passes ----------------------------------------------------------------------------------------
 
@@ -117,8 +156,8 @@ class CapturedStep(StepRunner):
             self.drop_graphs()
         # A layout is recorded when it occurs for the second time. The first run loads kernels and allocates
         # workspaces.
-        if same_layout and key not in self._recordings and key in self._met and self._has_free_memory():
-            self._record(key, built, pieces[0], weights, hooked)
+        if same_layout and key in self._met and self._may_record(key):
+            self._record_layout(key, built, pieces[0], weights, hooked)
         if hooked is not None:
             hooked.weights.clear()
         if not same_layout or key not in self._recordings:
@@ -127,19 +166,12 @@ class CapturedStep(StepRunner):
             # needed twice.
             with self._graphs.own_memory(), masks_by_shape(packed=is_packed(pieces)):
                 return self._loop.run_passes(built, pieces, weights, again=_is_again(hooked))
-        recording = self._recordings[key]
+        recording: LayoutGraphs = self._recordings[key]
         total = self._play(recording, built, pieces, weights, is_again=_is_again(hooked))
         if hooked is not None and not hooked.weights:
             # Replays run no hooks, so the weights come from the hooks during the recording.
             hooked.weights = dict.fromkeys(recording.hooked_tensors)
         return total
-
-    def drop_graphs(self) -> None:
-        """Drop all recorded CUDA graphs, after tensors have moved to other addresses."""
-        self._recordings.clear()
-
-    def _has_free_memory(self) -> bool:
-        return not self.why_not and len(self._recordings) < MOST_LAYOUTS
 
     def _play(
         self,
@@ -175,7 +207,7 @@ class CapturedStep(StepRunner):
         self._played, self.norm = recording, recording.norm
         return recording.total
 
-    def _record(
+    def _record_layout(
         self,
         key: Hashable,
         built: Built,
@@ -183,24 +215,17 @@ class CapturedStep(StepRunner):
         shares: Sequence[float | None],
         hooked: HookedPass | None,
     ) -> None:
-        """Record all CUDA graphs for one layout of batches. If one cannot be recorded, all later steps run
-        without graphs.
-        """
+        """Record all CUDA graphs for one layout of batches."""
         import torch
 
         share = None if shares[0] is None else torch.ones((), device=self._loop.device)
         recording = LayoutGraphs(place(piece, self._loop.device), share)
-        try:
+        with self._adding(key, recording):
             if hooked is None:
                 self._record_passes(recording, built, len(shares))
                 self._record_update(recording, built)
             else:
                 self._record_hooked(recording, built, hooked)
-        except NotRecorded as fault:
-            self.why_not = str(fault)
-            self.drop_graphs()
-        else:
-            self._recordings[key] = recording
         # Gradients have undefined values between the recording and the first replay.
         built.optimizer.zero_grad(set_to_none=True)
 
@@ -260,15 +285,6 @@ class CapturedStep(StepRunner):
         assert loss is not None
         with self._recomputing():
             loss.backward()
-
-    def _recomputing(self) -> AbstractContextManager[None]:
-        """Return a context in which `torch.utils.checkpoint` does not touch the GPU's random state, which a
-        CUDA graph cannot reset.
-        """
-        from snugfit.features.engine.replay.recomputed import generators_left_alone
-
-        wish = self._loop.setup.checkpoint
-        return generators_left_alone(attention_is_kept=wish is not None and wish.keep_drawn)
 
     def _take_norm(self, recording: LayoutGraphs, built: Built) -> None:
         recording.norm = gradient_norm(built.optimizer, built.model.parameters())

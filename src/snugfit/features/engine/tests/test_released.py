@@ -21,8 +21,8 @@ from snugfit.errors import RecipeError, SnugfitError, UsageError
 from snugfit.features.engine.masters.adamw import norm_in_fp32
 from snugfit.features.engine.masters.one_weight import MasterUpdates
 from snugfit.features.engine.replay.graphs import NotRecorded
-from snugfit.features.engine.updates import passes
 from snugfit.features.engine.updates.hooked_pass import HookedPass
+from snugfit.features.engine.updates.weight_updates import TorchUpdates
 from snugfit.frontends.next_recipe import next_recipe
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
@@ -160,7 +160,7 @@ def test_no_more_gradients_exist_than_that_of_one_weight(
 
         monkeypatch.setattr(kind, "update", update)
 
-    watched(passes.TorchUpdates)
+    watched(TorchUpdates)
     watched(MasterUpdates)
     run(f"{recipe} + released", job_of("bert", 0.05))
     assert 0 < together[0] == largest[0]

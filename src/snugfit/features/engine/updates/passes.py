@@ -12,27 +12,21 @@ optimizer, so checkpoints have it.
 
 Each pass may be replayed as a CUDA graph (`replay/step.py`). The graph of the backward pass contains the work
 of the hooks, which reads the step's scalars on the device.
-
-**One weight.** Updates of one weight at a time: by torch's optimizers here, by ours in
-`masters/one_weight.py`.
-
-The usual optimizer and its own `step` update a single weight: its parameter groups are temporarily one group
-with that weight. The optimizer states and checkpoints are therefore the usual ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import UsageError
 from snugfit.features.engine.replay.graphs import NotRecorded
 from snugfit.features.engine.replay.step import CapturedStep
 from snugfit.features.engine.updates.hooked_pass import HookedPass
+from snugfit.features.engine.updates.weight_updates import TorchUpdates, WeightUpdates
 from snugfit.step.step_runner import StepRunner
 from snugfit.training.rng import all_rng_states, restore_all_rng_states
 
@@ -239,134 +233,6 @@ def _refuse_changed(before: dict[str, tuple[int, int]], after: dict[str, tuple[i
             )
 
 
-# ---- one weight --------------------------------------------------------------------------------------------
-
-
-class WeightUpdates(Protocol):
-    """Base class to update one weight at a time with an optimizer, and to compute the gradient norm."""
-
-    can_be_recorded: ClassVar[bool]
-    """True if `take` and `update` compute nothing on the host, so that a CUDA graph can contain them."""
-
-    def has_moved(self) -> bool:
-        """Return True if optimizer states have moved since the last call, which makes CUDA graphs invalid."""
-
-    def begin_norm(self) -> None:
-        """Set the sum for the gradient norm to zero."""
-
-    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add this gradient to the sum for the gradient norm."""
-
-    def norm(self) -> torch.Tensor:
-        """Return the norm of all added gradients: a scalar on their device."""
-
-    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare an optimizer step that updates weights one by one. With a gradient `norm`, gradients are
-        clipped to the norm `most`.
-        """
-
-    def has_states(self, weight: torch.Tensor) -> bool:
-        """Return True if this weight has optimizer states, so that its update creates none."""
-
-    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Create the optimizer states of these weights before their first updates, if the optimizer permits
-        it.
-        """
-
-    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient, with the optimizer."""
-
-    def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Increment the optimizer's step counts of these weights."""
-
-
-class TorchUpdates:
-    """Updates by a torch optimizer, one weight at a time; the update of a weight must not depend on
-    others."""
-
-    can_be_recorded: ClassVar = False
-    """False: its learning rates are Python numbers on the host, which a CUDA graph cannot read."""
-
-    def __init__(self, optimizer: Any, model: Any) -> None:
-        self._optimizer = optimizer
-        self._groups = {
-            weight: number
-            for number, group in enumerate(optimizer.param_groups)
-            for weight in group["params"]
-        }
-        self._order = {weight: number for number, weight in enumerate(model.parameters())}
-        self._norms: dict[int, torch.Tensor] = {}
-        self._coefficient: torch.Tensor | None = None
-
-    def has_moved(self) -> bool:
-        """Return False, since no part of torch's update is recorded as a CUDA graph."""
-        return False
-
-    def begin_norm(self) -> None:
-        """Set the sum for the gradient norm to zero."""
-        self._norms.clear()
-
-    def take(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add this gradient's norm, in 32 bits or more, to the sum (`torch.nn.utils.get_total_norm`)."""
-        import torch
-
-        # The norm of 16-bit gradients is computed in 32 bits, as in `torch.nn.utils.get_total_norm`.
-        wide = () if gradient.dtype in (torch.float32, torch.float64) else (2.0, torch.float32)
-        (self._norms[self._order[weight]],) = torch._foreach_norm([gradient], *wide)
-
-    def norm(self) -> torch.Tensor:
-        """Return the norm of all added gradients, in the model's order: a scalar on their device."""
-        import torch
-
-        # The norms are sorted, so that their sum does not depend on the order in which gradients appear.
-        norms = [norm for _, norm in sorted(self._norms.items())]
-        self._norms.clear()
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        return norm
-
-    def begin_update(self, norm: torch.Tensor | None, most: float) -> None:
-        """Prepare an optimizer step that updates weights one by one. With a gradient `norm`, gradients are
-        clipped to the norm `most`.
-        """
-        from snugfit.features.engine.masters.adamw import clip_coefficient
-
-        self._coefficient = None if norm is None else clip_coefficient(norm, most)
-
-    def has_states(self, weight: torch.Tensor) -> bool:
-        """Return True if the optimizer has states for this weight."""
-        return bool(self._optimizer.state.get(weight))
-
-    def make_states(self, weights: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the optimizer's own step creates the states."""
-
-    def count(self, weights: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the optimizer's own step increments the step counts."""
-
-    def update(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update one weight by its gradient with torch's optimizer; clipping scales the gradient in place."""
-        if self._coefficient is not None:
-            gradient.mul_(self._coefficient)
-        weight.grad = gradient
-        try:
-            with self._only(weight):
-                self._optimizer.step()
-        finally:
-            # Freeing the gradient here is the purpose of this class.
-            weight.grad = None
-
-    @contextlib.contextmanager
-    def _only(self, weight: torch.Tensor) -> Iterator[None]:
-        """Context in which the optimizer has a single parameter group with this weight alone."""
-        groups = self._optimizer.param_groups
-        # The optimizer sees a group of one weight with the group's settings, so all other weights are
-        # unchanged.
-        self._optimizer.param_groups = [{**groups[self._groups[weight]], "params": [weight]}]
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = groups
-
-
 def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
     """Return an object that updates the model's trained weights one by one with this optimizer."""
     from snugfit.features.engine.masters.adamw import MasterAdamW
@@ -376,7 +242,7 @@ def updates_of(optimizer: Any, model: Any) -> WeightUpdates:
 
         return MasterUpdates(optimizer)
     _resolve_overrides(optimizer)
-    return TorchUpdates(optimizer, model)
+    return TorchUpdates(optimizer, model.parameters())
 
 
 def _resolve_overrides(optimizer: Any) -> None:

@@ -143,14 +143,8 @@ class _Evaluator:
             self.statements += 1
             if self.statements > MOST_STATEMENTS:
                 raise _BlockEnds
-            method = getattr(self, f"run_{type(statement).__name__}", None)
-            if method is not None:
-                method(statement, names)
-            else:
-                # Statements without a handler may still contain calls to record.
-                for child in ast.iter_child_nodes(statement):
-                    if isinstance(child, ast.expr):
-                        self.value(child, names)
+            # Statements without a handler may still contain calls to record.
+            getattr(self, f"run_{type(statement).__name__}", self.inner_values)(statement, names)
 
     def quiet_block(self, body: Sequence[ast.stmt], names: Environment) -> bool:
         """Evaluate a block of the script's statements, and return False if it ends early, as by `return` or
@@ -331,13 +325,13 @@ class _Evaluator:
             if isinstance(of, Record):
                 of.attributes[target.attr] = value
                 return
-            self.set(Assignment(of, target.attr, value, node.lineno, first_line(node), *self.conditions()))
+            self.set(of, target.attr, value, node)
         elif isinstance(target, ast.Subscript):
             of, key = self.value(target.value, names), self.value(target.slice, names)
             if isinstance(of, dict) and isinstance(key, str):
                 of[key] = value
                 return
-            self.set(Assignment(of, str(key), value, node.lineno, first_line(node), *self.conditions()))
+            self.set(of, str(key), value, node)
 
     def run_Delete(self, node: ast.Delete, names: Environment) -> None:
         """Record the deletion of an attribute or element as an assignment of an unknown value."""
@@ -351,7 +345,9 @@ class _Evaluator:
     def conditions(self) -> tuple[bool, tuple[str, ...]]:
         return self.unsure > 0, tuple(self.tests)
 
-    def set(self, assignment: Assignment) -> None:
+    def set(self, of: Any, name: str, value: Any, node: ast.stmt | ast.expr) -> None:
+        """Record an assignment to an attribute or element of an object."""
+        assignment = Assignment(of, name, value, node.lineno, first_line(node), *self.conditions())
         self.done.assignments.append(assignment)
         self.done.events.append(assignment)
 
@@ -359,16 +355,19 @@ class _Evaluator:
 
     def value(self, node: ast.expr, names: Environment) -> Any:
         """Return the value of an expression in the script, and record the calls in it."""
-        method = getattr(self, f"value_of_{type(node).__name__}", None)
-        if method is not None:
-            return method(node, names)
+        method = getattr(self, f"value_of_{type(node).__name__}", self.inner_values)
+        value = method(node, names)
+        return Unknown(ast.unparse(node)) if value is _NOT_KNOWN else value
+
+    def inner_values(self, node: ast.AST, names: Environment) -> Any:
+        """Record the calls within a statement or an expression that has no handler of its own."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child, names)
-        return Unknown(ast.unparse(node))
+        return _NOT_KNOWN
 
     def value_of_Constant(self, node: ast.Constant, names: Environment) -> Any:
-        return node.value if is_known(node.value) else Unknown(ast.unparse(node))
+        return node.value if is_known(node.value) else _NOT_KNOWN
 
     def value_of_Name(self, node: ast.Name, names: Environment) -> Any:
         if node.id in names:
@@ -389,7 +388,7 @@ class _Evaluator:
                 self.done.defaults[f"--{node.attr}"] = value
             return value
         is_method = isinstance(of, str) and node.attr in _TEXT_METHODS
-        return Member(of, node.attr) if is_method or not is_known(of) else Unknown(ast.unparse(node))
+        return Member(of, node.attr) if is_method or not is_known(of) else _NOT_KNOWN
 
     def value_of_List(self, node: ast.List, names: Environment) -> Any:
         return [
@@ -410,18 +409,18 @@ class _Evaluator:
             inner = self.value(value, names)
             if key is None:
                 if not isinstance(inner, Mapping):
-                    return Unknown(ast.unparse(node))
+                    return _NOT_KNOWN
                 result |= inner
                 continue
             name = self.value(key, names)
             if not isinstance(name, str | int):
-                return Unknown(ast.unparse(node))
+                return _NOT_KNOWN
             result[str(name)] = inner
         return result
 
     def value_of_JoinedStr(self, node: ast.JoinedStr, names: Environment) -> Any:
         parts = [self.value(one, names) for one in node.values]
-        return "".join(map(str, parts)) if all(map(is_known, parts)) else Unknown(ast.unparse(node))
+        return "".join(map(str, parts)) if all(map(is_known, parts)) else _NOT_KNOWN
 
     def value_of_FormattedValue(self, node: ast.FormattedValue, names: Environment) -> Any:
         value = self.value(node.value, names)
@@ -447,7 +446,7 @@ class _Evaluator:
         ends = isinstance(node.op, ast.Or)
         for value in values:
             if not is_known(value):
-                return value if value is values[-1] else Unknown(ast.unparse(node))
+                return value if value is values[-1] else _NOT_KNOWN
             if bool(value) is ends:
                 return value
         return values[-1]
@@ -460,7 +459,7 @@ class _Evaluator:
             above = isinstance(node.ops[0], ast.GtE)
             return self.of_gpu(node, above) if isinstance(node.ops[0], ast.GtE | ast.Lt) else Unknown("")
         if len(values) > 1:
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
         # Dotted names such as `torch.float16` are constants, so they can be compared.
         if (
             isinstance(left, Name)
@@ -477,7 +476,7 @@ class _Evaluator:
         yes, no = self.value(node.body, names), self.value(node.orelse, names)
         if isinstance(test, OfGpu):
             return OfGpu(ast.unparse(node), test.holds)
-        return yes if _same(yes, no) else Unknown(ast.unparse(node))
+        return yes if _same(yes, no) else _NOT_KNOWN
 
     def value_of_Subscript(self, node: ast.Subscript, names: Environment) -> Any:
         of, key = self.value(node.value, names), self.value(node.slice, names)
@@ -486,16 +485,16 @@ class _Evaluator:
                 # `value_of_Dict` stores all keys as strings.
                 return of[str(key) if isinstance(of, dict) else key]  # type: ignore[index]
             except (KeyError, IndexError, TypeError):
-                return Unknown(ast.unparse(node))
+                return _NOT_KNOWN
         if isinstance(of, Name):
-            return Name(f"{of.dotted}[{key}]") if of.dotted != "os.environ" else Unknown(ast.unparse(node))
+            return Name(f"{of.dotted}[{key}]") if of.dotted != "os.environ" else _NOT_KNOWN
         return Member(of, f"[{key}]")
 
     def value_of_Slice(self, node: ast.Slice, names: Environment) -> Any:
         """Return a slice in the user's script as text, with the bounds that are known."""
         bounds = [None if one is None else self.value(one, names) for one in (node.lower, node.upper)]
         if node.step is not None or not all(one is None or type(one) is int for one in bounds):
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
         return Unknown(":".join("" if one is None else str(one) for one in bounds))
 
     def value_of_NamedExpr(self, node: ast.NamedExpr, names: Environment) -> Any:
@@ -517,7 +516,7 @@ class _Evaluator:
         parts = [node.elt] if hasattr(node, "elt") else [node.key, node.value]
         values = [self.value(one, inner) for one in parts]
         if not isinstance(values[-1], Member):
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
         tests = [ast.unparse(test) for one in node.generators for test in one.ifs]
         return Member(values[-1], f"{CHOSEN}{' and '.join(tests)}]") if tests else values[-1]
 
@@ -620,9 +619,7 @@ class _Evaluator:
         if name == "getattr":
             return Member(first, second)
         if name == "setattr" and len(positional) == 3:
-            self.set(
-                Assignment(first, second, positional[2], node.lineno, first_line(node), *self.conditions())
-            )
+            self.set(first, second, positional[2], node)
             return None
         return _NOT_KNOWN
 
@@ -741,20 +738,21 @@ class _Evaluator:
         """Return the result of an operator on known values."""
         function = _OPERATORS.get(kind)
         if function is None or not all(map(is_known, values)) or not all(map(_is_small, values)):
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
         # A power may be huge even if its operands are small.
         if kind is ast.Pow and (not isinstance(values[1], int) or abs(values[1]) > 64):
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
         # A string or list times a number may be huge.
         if kind is ast.Mult and not all(isinstance(one, int | float) for one in values):
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
         try:
             return function(*values)
         except (TypeError, ValueError, ArithmeticError):
-            return Unknown(ast.unparse(node))
+            return _NOT_KNOWN
 
 
 _NOT_KNOWN = object()
+"""Result of a handler that finds no value. For a call, it means that the call is one of a library."""
 
 
 def _same(one: Any, other: Any) -> bool:

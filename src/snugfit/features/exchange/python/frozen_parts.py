@@ -44,7 +44,7 @@ class FrozenParts:
         """Record a statement that freezes or trains a part of the model. Return False if the part is unknown,
         or the statement overrides an earlier one.
         """
-        target = event.target if isinstance(event, Assignment) else event.function.of
+        target = event.target if isinstance(event, Assignment) else event.of
         if (added := self._add_last(target, event.tests, trains)) is not None:
             return added
         if isinstance(event, ForeignCall) and event.name in words_of("freezing methods"):
@@ -141,7 +141,7 @@ def _names_to(value: Any) -> list[str] | None:
     names: list[str] = []
     while kind_of(value) != MODEL:
         if isinstance(value, ForeignCall) and isinstance(value.function, Member) and value.name in _LISTS:
-            value = value.function.of
+            value = value.of
         elif isinstance(value, ForeignCall) and _passes_elements_on(value, names):
             names = ["[]", *names[2:]] if value.name == "enumerate" else names
             value = value.positional[0]

@@ -15,7 +15,7 @@ from snugfit.errors import UsageError
 from snugfit.features.exchange import installed
 from snugfit.features.exchange.account import UnsupportedJobError
 from snugfit.features.exchange.dialect import dialect, words_of
-from snugfit.features.exchange.python.compiled_layers import cache_of_layers, is_limit
+from snugfit.features.exchange.python.compiled_layers import OWN_LOOPS, cache_of_layers, is_limit
 from snugfit.features.exchange.python.evaluate import PARSERS, Evaluation
 from snugfit.features.exchange.python.frozen_parts import FrozenParts, takes_a_part
 from snugfit.features.exchange.python.objects import (
@@ -173,11 +173,7 @@ class _Meaning:
 
     def _last_run(self, trainers: list[ForeignCall]) -> list[ForeignCall]:
         """Return the trainers of a script's last run. Earlier runs of a notebook are listed as not read."""
-        started = [
-            call.function.of
-            for call in self.calls
-            if call.name == "train" and isinstance(call.function, Member) and call.function.of in trainers
-        ]
+        started = [call.of for call in self.calls if call.name == "train" and call.of in trainers]
         if len(set(map(id, started))) < 2:
             return trainers
         last = started[-1]
@@ -249,7 +245,7 @@ class _Meaning:
         """Return the call that creates the trained model; None if there is none."""
         models = [call for call in self.calls if makes_model(call)]
         if trainer is not None:
-            given = trainer.named.get("model", trainer.positional[0] if trainer.positional else None)
+            given = trainer.argument("model")
             if isinstance(given, str | Option):
                 return None  # the trainer loads the model itself
             inner = [call for call in calls_in(given) if makes_model(call)]
@@ -315,7 +311,7 @@ class _Meaning:
             raise self._of_command_line()
         for call in self.calls:
             if call.name in PARSERS:
-                self.script.unread.append((call.line, f"{call.text} (options have their defaults here)"))
+                self._not_read(call, f"{call.text} (options have their defaults here)")
 
     def value(self, value: Any) -> Any:
         """Convert a value of the script to the form of a configuration file. Command-line options without a
@@ -377,7 +373,7 @@ class _Meaning:
         """Return the job's settings that the script changes by arguments of a model config. Other changed
         sizes are listed as not read.
         """
-        configs = [one for value in (*call.positional, *call.named.values()) for one in calls_in(value)]
+        configs = [one for value in call.arguments for one in calls_in(value)]
         facts: dict[str, Any] = {}
         for one in configs:
             if one.name != "from_pretrained" or not one.owner.endswith("Config"):
@@ -386,14 +382,14 @@ class _Meaning:
                 if key == "vocab_size" and type(value) is int:
                     facts["job.vocab_size"] = str(value)
                 elif not (key.endswith(("_id", "2id", "2label")) or key in words_of("arguments of files")):
-                    self.script.unread.append((one.line, f"{key}={self.value(value)} in the config"))
+                    self._not_read(one, f"{key}={self.value(value)} in the config")
         return facts
 
     def _of_trainer(self, call: ForeignCall, old_sft: bool) -> None:
         """Store the arguments of the trainer's constructor in the script."""
         self._mark(call)
         arguments = self.script.arguments
-        given = call.named.get("model", call.positional[0] if call.positional else None)
+        given = call.argument("model")
         # TRL loads a model given by name in float32, unless `model_init_kwargs` sets a dtype.
         if isinstance(given, str | Option):
             options = arguments.get("model_init_kwargs")
@@ -403,12 +399,12 @@ class _Meaning:
             elif not {"dtype", "torch_dtype"} & set(options or ()):
                 arguments["job.dtype"] = "float32"
         elif given is not None and self.model is None:
-            self.script.unread.append((call.line, f"model={given!r} (made elsewhere)"))
+            self._not_read(call, f"model={given!r} (made elsewhere)")
         if isinstance(quantized := self.value(call.named.get("quantization_config")), dict):
             arguments |= {f"model.quantization_config.{key}": one for key, one in quantized.items()}
         adapters = call.named.get("peft_config")
         if adapters is not None and not any(one.name == "LoraConfig" for one in self.calls):
-            self.script.unread.append((call.line, f"peft_config={adapters!r}"))
+            self._not_read(call, f"peft_config={adapters!r}")
         if "max_seq_length" in call.named:
             arguments.setdefault("job.sequence_length", self.value(call.named["max_seq_length"]))
         if old_sft:
@@ -433,9 +429,15 @@ class _Meaning:
             and read
             and any(self.script.arguments.get(key, value) != value for key, value in read.items())
         ):
-            self.script.unread.append((event.line, event.text))
+            self._not_read(event)
             return
         self.script.arguments |= read
+
+    def _not_read(self, event: ForeignCall | Assignment, text: str = "") -> None:
+        self.script.unread.append((event.line, text or event.text))
+
+    def _not_predicted(self, event: ForeignCall | Assignment, says: str) -> None:
+        self.script.refused.append((event.line, event.text, says))
 
     def _mark(self, event: ForeignCall | Assignment) -> None:
         self.read_events.add(id(event))
@@ -444,7 +446,7 @@ class _Meaning:
         """Return the training arguments that a call sets; None for a call without effect on training
         arguments.
         """
-        of = kind_of(call.function.of) if isinstance(call.function, Member) else ""
+        of = kind_of(call.of)
         read: Callable[[ForeignCall], dict[str, Any] | None] | None = None
         if call.owner in UNSLOTH and call.name in words_of("defaults of unsloth"):
             read = self._of_unsloth
@@ -463,7 +465,7 @@ class _Meaning:
         return read(call) if read else None
 
     def _of_checkpointing(self, call: ForeignCall) -> dict[str, Any]:
-        options = call.named.get("gradient_checkpointing_kwargs", [*call.positional, None][0])
+        options = call.argument("gradient_checkpointing_kwargs")
         inner = options if isinstance(options, Mapping) else {}
         inner_options = {
             f"gradient_checkpointing_kwargs.{key}": self.value(one) for key, one in inner.items()
@@ -484,7 +486,7 @@ class _Meaning:
         contain their rank and targets.
         """
         says = "the adapters are in files that are not read. Write lora(r=..., targets=...) instead"
-        self.script.refused.append((call.line, call.text, says))
+        self._not_predicted(call, says)
         return {}
 
     def _of_widening(self, call: ForeignCall) -> dict[str, Any]:
@@ -545,7 +547,7 @@ class _Meaning:
         return {**meant, **{f"unsloth.{key}": value for key, value in inner.items()}}
 
     def _cast(self, call: ForeignCall) -> dict[str, Any]:
-        values = [call.name, *(self.value(one) for one in (*call.positional, *call.named.values()))]
+        values = [call.name, *(self.value(one) for one in call.arguments)]
         dtypes = [
             _SHORT.get(one, one) for one in values if isinstance(one, str) and one in words_of("dtypes")
         ]
@@ -563,13 +565,13 @@ class _Meaning:
         if any(call.name == "LoraConfig" for call in self.calls):
             if self._is_after_adapters(event) and "lora" not in " ".join((event.text, *event.tests)):
                 says = "it changes which weights train in addition to adapters. Write lora(save=...) instead"
-                self.script.refused.append((event.line, event.text, says))
+                self._not_predicted(event, says)
             return {}
         if isinstance(value, Unknown | ForeignCall):  # `parameter.requires_grad = "classifier" in name`
             event, value = replace(event, tests=(*event.tests, f"not ({value})")), False
         if type(value) is not bool or not self.frozen.add(event, value):
             says = "which parameters train is computed here. Write frozen(parts=...) or frozen(only=...)"
-            self.script.refused.append((event.line, event.text, says))
+            self._not_predicted(event, says)
         return {}
 
     def _is_after_adapters(self, event: ForeignCall | Assignment) -> bool:
@@ -585,10 +587,10 @@ class _Meaning:
         """Return the job's number of embedding rows after `resize_token_embeddings`. A number from an unknown
         tokenizer is listed as not read.
         """
-        rows = call.named.get("new_num_tokens", [*call.positional, None][0])
+        rows = call.argument("new_num_tokens")
         multiple = call.named.get("pad_to_multiple_of")
         if type(rows) is not int:
-            self.script.unread.append((call.line, call.text))
+            self._not_read(call)
             return {"job.vocab_size": f"x{multiple}"} if type(multiple) is int else {}
         step = multiple if type(multiple) is int else 1
         return {"job.vocab_size": str(-(-rows // step) * step)}
@@ -636,7 +638,7 @@ class _Meaning:
         """Store the global batch size of a hand-written loop. It is the first loader's batch size times the
         number by which the loss is divided.
         """
-        if self.script.dialect not in ("accelerate", "loop"):
+        if self.script.dialect not in OWN_LOOPS:
             return
         arguments = self.script.arguments
         loaders = [call for call in self.calls if kind_of(call) == LOADER]
@@ -667,7 +669,7 @@ class _Meaning:
         """Store the number of training processes that the script declares, as exported scripts do."""
         number = self.done.globals.get("GPUS")
         if type(number) is int and number != 1:
-            key = "parallel.elsewhere" if self.script.dialect in ("accelerate", "loop") else "job.gpus"
+            key = "parallel.elsewhere" if self.script.dialect in OWN_LOOPS else "job.gpus"
             self.script.arguments[key] = number
 
     def _lengths(self) -> None:
@@ -679,8 +681,7 @@ class _Meaning:
             return
         lengths: dict[int, int] = {}
         for call in self.calls:
-            of = getattr(call.function, "of", None)
-            if TOKENIZER in (kind_of(call), kind_of(call.function), kind_of(of)):
+            if TOKENIZER in (kind_of(call), kind_of(call.function), kind_of(call.of)):
                 size = call.named.get("max_length", call.named.get("model_max_length"))
                 lengths |= {call.line: size} if type(size) is int else {}
         for one in self.done.assignments:
@@ -700,34 +701,32 @@ class _Meaning:
             pair = trainer.named.get("optimizers")
             optimizer = pair[0] if isinstance(pair, list | tuple) and pair else None
             if pair is not None and not isinstance(optimizer, ForeignCall):
-                self.script.unread.append((trainer.line, "optimizers=..."))
-        elif self.script.dialect in ("accelerate", "loop"):
+                self._not_read(trainer, "optimizers=...")
+        elif self.script.dialect in OWN_LOOPS:
             optimizer = next((call for call in self.calls if kind_of(call) == OPTIMIZER), None)
         if not isinstance(optimizer, ForeignCall):
             return
         self._mark(optimizer)
         optim = words_of("optimizers").get(optimizer.name)
         if optim is None:
-            self.script.refused.append(
-                (optimizer.line, optimizer.text, f"the optimizer {optimizer.name} is not predicted")
-            )
+            self._not_predicted(optimizer, f"the optimizer {optimizer.name} is not predicted")
             return
         if optim == "adamw_torch" and optimizer.named.get("fused") is True:
             optim = "adamw_torch_fused"
         self.script.arguments["optim"] = optim
         if "frozen" not in self.script.arguments and takes_a_part(optimizer):
-            self.script.unread.append((optimizer.line, f"{optimizer.text} (for a part of the parameters)"))
-        if "lr" in optimizer.named and self.script.dialect in ("accelerate", "loop"):
+            self._not_read(optimizer, f"{optimizer.text} (for a part of the parameters)")
+        if "lr" in optimizer.named and self.script.dialect in OWN_LOOPS:
             self.script.arguments["learning_rate"] = self.value(optimizer.named["lr"])
         if optim == "sgd" and "momentum" in optimizer.named:
             self.script.arguments["optim_args.momentum"] = self.value(optimizer.named["momentum"])
 
     def _other_loops(self) -> None:
         """List optimizers outside of the trainer, and objects that accelerate prepares, as not read."""
-        for call in self.calls if self.script.dialect not in ("accelerate", "loop") else ():
-            prepares = call.name == "prepare" and kind_of(getattr(call.function, "of", None)) == ACCELERATOR
+        for call in self.calls if self.script.dialect not in OWN_LOOPS else ():
+            prepares = call.name == "prepare" and kind_of(call.of) == ACCELERATOR
             if prepares or (kind_of(call) == OPTIMIZER and id(call) not in self.read_events):
-                self.script.unread.append((call.line, f"{call.text} (not the trainer's)"))
+                self._not_read(call, f"{call.text} (not the trainer's)")
 
     # ---- unread statements ---------------------------------------------------------------------------------
 
@@ -736,7 +735,7 @@ class _Meaning:
         if id(event) in self.read_events:
             return
         if touches(event):
-            self.script.unread.append((event.line, event.text))
+            self._not_read(event)
 
 
 _METHODS: Mapping[str, str] = {
@@ -781,8 +780,7 @@ def _before_training(done: Evaluation, trainer: ForeignCall | None) -> list[Fore
     a hand-written loop return all statements.
     """
     for number, event in enumerate(done.events):
-        function = event.function if isinstance(event, ForeignCall) and event.name == "train" else None
-        of = function.of if isinstance(function, Member) else None
+        of = event.of if isinstance(event, ForeignCall) and event.name == "train" else None
         if of is not None and (of is trainer if trainer else kind_of(of) == TRAINER):
             return done.events[:number]
     return done.events

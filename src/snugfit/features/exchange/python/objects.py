@@ -65,7 +65,7 @@ def _kind_of_member(member: Member) -> str:
     of = member.of
     if isinstance(of, ForeignCall) and member.name.startswith("["):
         # accelerate's `prepare` returns its arguments in their order.
-        prepared = of.name == "prepare" and kind_of(getattr(of.function, "of", None)) == ACCELERATOR
+        prepared = of.name == "prepare" and kind_of(of.of) == ACCELERATOR
         number = member.name.strip("[]")
         if prepared:
             return kind_of(of.positional[int(number)]) if number.isdecimal() and of.positional else ""
@@ -79,7 +79,7 @@ def _kind_of_member(member: Member) -> str:
 
 
 def _kind_of_method(call: ForeignCall) -> str:
-    of = kind_of(call.function.of)
+    of = kind_of(call.of)
     if of == ACCELERATOR:
         passes_on = call.name in words_of("wrappers") or (
             call.name == "prepare" and len(call.positional) == 1
@@ -96,7 +96,7 @@ def _kind_of_function(call: ForeignCall) -> str:
     if call.owner in UNSLOTH or model_class(call):
         return MODEL
     if call.name in words_of("wrappers"):
-        first = [*call.positional, *call.named.values()][:1]
+        first = call.arguments[:1]
         return kind_of(first[0]) if first else ""
     if call.name == "from_pretrained" and call.owner.endswith(tuple(words_of("tokenizers"))):
         return TOKENIZER
@@ -163,15 +163,12 @@ def calls_in(value: Any) -> Iterator[ForeignCall]:
     while True:
         if isinstance(value, ForeignCall):
             yield value
-            first = [*value.positional, *value.named.values()][:1]
-            is_wrapper = value.name in words_of("wrappers") and isinstance(value.function, Name)
-            is_method = isinstance(value.function, Member)
-            if is_wrapper or (
-                is_method and value.function.of is not None and value.name in words_of("wrappers")
-            ):
+            first = value.arguments[:1]
+            passes_on = isinstance(value.function, Name) or value.of is not None
+            if passes_on and value.name in words_of("wrappers"):
                 value = first[0] if first else None
             else:
-                value = value.function.of if is_method else None
+                value = value.of
         elif isinstance(value, Member):
             of = value.of
             if isinstance(of, ForeignCall) and of.name == "prepare" and value.name.strip("[]").isdecimal():
@@ -231,7 +228,7 @@ def makes_model(call: ForeignCall) -> bool:
 
 def config_name(call: ForeignCall) -> str | None:
     """Return the hub name or path of the config from which a call creates a model."""
-    for value in (*call.positional, *call.named.values()):
+    for value in call.arguments:
         for one in calls_in(value):
             if one.owner.endswith("Config") and one.positional and isinstance(one.positional[0], str):
                 return one.positional[0]
@@ -254,11 +251,11 @@ def touches(event: ForeignCall | Assignment) -> bool:
 
 def _is_relevant_call(call: ForeignCall) -> bool:
     if isinstance(call.function, Member):
-        of = kind_of(call.function.of)
+        of = kind_of(call.of)
         if not of and call.name == "requires_grad_":
-            return may_be_part(call.function.of)
+            return may_be_part(call.of)
         # A method that the script defines is read statement by statement instead.
-        own = call.name in getattr(getattr(call.function.of, "function", None), "methods", ())
+        own = call.name in getattr(getattr(call.of, "function", None), "methods", ())
         kinds = (MODEL, PART, TRAINER, OPTIMIZER)
         return of in kinds and not own and not _is_in(call.name, words_of(of))
     if not isinstance(call.function, Name):
@@ -266,8 +263,7 @@ def _is_relevant_call(call: ForeignCall) -> bool:
     if call.library == "torch" and _is_in(call.function.dotted, words_of("torch switches")):
         return True
     known = _is_in(call.name, words_of("functions")) or kind_of(call) or call.name in ARGUMENTS
-    values = (*call.positional, *call.named.values())
-    return not known and any(kind_of(value) in (MODEL, OPTIMIZER) for value in values)
+    return not known and any(kind_of(value) in (MODEL, OPTIMIZER) for value in call.arguments)
 
 
 def _is_relevant_assignment(one: Assignment) -> bool:

@@ -80,6 +80,20 @@ class ForeignCall:
         return ""
 
     @property
+    def of(self) -> Any:
+        """Return the object whose method is called; None for a function."""
+        return self.function.of if isinstance(self.function, Member) else None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the values of all arguments, positional ones first."""
+        return (*self.positional, *self.named.values())
+
+    def argument(self, name: str, position: int = 0) -> Any:
+        """Return the argument with this name or position; None without it."""
+        return self.named.get(name, [*self.positional[position:], None][0])
+
+    @property
     def library(self) -> str:
         """Return the top-level package of the called function; empty for a method of an object."""
         return self.function.dotted.partition(".")[0] if isinstance(self.function, Name) else ""
