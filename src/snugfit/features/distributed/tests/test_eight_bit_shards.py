@@ -49,9 +49,10 @@ def real() -> dict[tuple[str, str, int], Ran]:
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe: str) -> None:
     """The CPU's update kernels have temporaries of their own. Code books are created on the CPU, so only a
-    GPU needs copies of them.
+    GPU needs copies of them. In `make test` one rank of each case is compared, the first and the last one in
+    turn.
     """
-    for rank in range(2):
+    for rank in few_of([0, 1], [CASES.index((family, recipe)) % 2]):
         trace = [
             one
             for one in without_own(rehearsed(2, family, recipe, rank))
