@@ -179,11 +179,11 @@ def test_they_are_refused_in_loops_of_other_libraries(recipe: str, loop: str) ->
 def test_sharded_weights_of_a_joint_product_are_not_copied_until_the_backward_pass() -> None:
     """A saved copy would keep the weights of all layers."""
     peaks = {}
-    for layers in (2, 6):
+    for layers in (1, 3):
         job = small_job("llama", layers, {"hidden_size": 512}, batch_size=2, sequence_length=8)
         for recipe in ("fsdp + sgd", "fsdp + fused + sgd"):
             peaks[layers, recipe] = predict(job, recipe, gpu="h200", gpus=2).footprint.requested_bytes
-    plain, fused = (peaks[6, one] - peaks[2, one] for one in ("fsdp + sgd", "fsdp + fused + sgd"))
+    plain, fused = (peaks[3, one] - peaks[1, one] for one in ("fsdp + sgd", "fsdp + fused + sgd"))
     assert fused < 1.05 * plain
 
 
