@@ -3,6 +3,8 @@ engine. Tests fork from it, and the functions here run in the forks."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import os
 import runpy
@@ -60,6 +62,7 @@ def _run_in_triton(script: str, device: str) -> int:
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
         _prepare_language_once()
+        _prepare_types_once()
     sys.argv = [script, device]
     sys.path.insert(0, str(Path(script).parent))
     try:
@@ -102,6 +105,24 @@ def _prepare_language_once() -> None:
 
     tl = interpreter.tl
     interpreter._patch_lang = prepare_once
+
+
+def _prepare_types_once() -> None:
+    """Cache the NumPy dtype of each Triton dtype. The interpreter makes a table of all for each operation.
+    It also repeats each addition and product of integers in 64 bits, which is left out: no case has so large
+    numbers."""
+    from triton.runtime import interpreter
+
+    tl = interpreter.tl
+    convert = functools.cache(interpreter._get_np_dtype)
+
+    def numpy_dtype(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return convert(tl.uint64 if isinstance(element, tl.pointer_type) else element)
+
+    interpreter._get_np_dtype = numpy_dtype
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def products_of_few_rows() -> int:

@@ -19,11 +19,10 @@ import transformers
 from clean_forks import Forks
 from exported_processes import taken_for_gpus
 from fitted import classified, losses_of, model_of, spoken, trainer_of
-from many_ranks import free_port
+from many_ranks import fill_caches, free_port
 from snugfit import fit
 from snugfit.errors import SnugfitError
 from snugfit.job.batch import IGNORED
-from snugfit.techniques import roster
 
 
 def mostly_masked(count: int) -> list[dict[str, Any]]:
@@ -179,4 +178,4 @@ def warm() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         for name in names:
             importlib.import_module(name)
-    roster.techniques()
+    fill_caches()

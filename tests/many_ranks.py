@@ -28,6 +28,7 @@ from snugfit.step import plain_loop
 from snugfit.techniques import roster
 from snugfit.training.run.loop import TrainingStep
 from snugfit.training.run.trained import Trained
+from snugfit.versions import versions
 
 
 def free_port() -> int:
@@ -303,6 +304,16 @@ def warm() -> None:
     if importlib.util.find_spec("deepspeed"):  # accelerate imports it for the first checkpoint
         with contextlib.redirect_stdout(sys.stderr):
             importlib.import_module("deepspeed")
-    roster.techniques()
+    fill_caches()
     for family in NO_DROPOUT:
         small_job(family, 1)
+
+
+def fill_caches() -> None:
+    """Fill caches that each fork would fill in half a second: the techniques, the installed versions, and
+    transformers' patterns of renamed weights, which peft reads."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    roster.techniques()
+    versions()
+    get_checkpoint_conversion_mapping("llama")

@@ -100,6 +100,6 @@ def import_bitsandbytes() -> None:
 
 
 def _import_without_hub(package: str) -> None:
-    if find_spec(package) is not None:
+    if package not in sys.modules and find_spec(package) is not None:
         with no_hub_kernels():
             importlib.import_module(package)

@@ -271,8 +271,7 @@ def _are_unchanged() -> bool:
     """Return True if no module was loaded, and no name was added to one, since the last search for replaced
     functions.
     """
-    modules = list(sys.modules.values())
-    if len(modules) != len(_MODULES) or not all(map(operator.is_, modules, _MODULES)):
+    if [*sys.modules.values()] != _MODULES:  # a list compares identities first
         return False
     return [*map(len, _SEARCHED_MODULES.values())] == [*_COUNTS.values()]
 

@@ -61,9 +61,9 @@ def test_draws_are_lawful_and_broad() -> None:
 
 def test_a_draw_is_predicted_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drawn job is simulated and predicted in this process."""
-    monkeypatch.setattr(sys, "argv", ["draw_runs.py", str(tmp_path), "--draw", "1", "--seed", "3"])
+    monkeypatch.setattr(sys, "argv", ["draw_runs.py", str(tmp_path), "--draw", "1", "--seed", "5"])
     draw_runs.main()
-    (run,) = read(tmp_path / "accuracy-seed3.json").runs
+    (run,) = read(tmp_path / "accuracy-seed5.json").runs
     assert run.predicted is not None
     assert run.predicted.requested_bytes
     assert run.outcome is None

@@ -50,7 +50,7 @@ from test_reference import hold_to_schema
 
 __all__ = ["answered"]
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
 GPU = find_gpu("h200")
 

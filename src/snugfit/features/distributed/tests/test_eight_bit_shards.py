@@ -49,9 +49,10 @@ def real() -> dict[tuple[str, str, int], Ran]:
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe: str) -> None:
     """The CPU's update kernels have temporaries of their own. Code books are created on the CPU, so only a
-    GPU needs copies of them.
+    GPU needs copies of them. In `make test` one rank of each case is compared, the first and the last one in
+    turn.
     """
-    for rank in range(2):
+    for rank in few_of([0, 1], [CASES.index((family, recipe)) % 2]):
         trace = [
             one
             for one in without_own(rehearsed(2, family, recipe, rank))
@@ -129,7 +130,7 @@ def test_a_run_of_one_process_resumes_on_shards(tmp_path: Path, forks: Forks) ->
 
 def test_the_whole_weight_decides_the_number_of_bits() -> None:
     """A matrix of 64 x 256 elements has shards of 2,048 elements on eight GPUs, below bitsandbytes' limit."""
-    job = small_job("llama", 4, {"hidden_size": 256, "intermediate_size": 512}, batch_size=8)
+    job = small_job("llama", 1, {"hidden_size": 256, "intermediate_size": 512}, batch_size=8)
     states = {}
     for gpus in (2, 8):
         for optimizer in ("adamw", "adamw_8bit(embeddings=8)"):

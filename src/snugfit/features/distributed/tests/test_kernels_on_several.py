@@ -94,8 +94,11 @@ def in_runs(events: Sequence[Event]) -> list[Event]:
 
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_one_of_two_real_ranks_allocates_what_its_trace_has(family: str, recipe: str) -> None:
-    """The CPU quantizes weights with temporaries of its own, so these are compared after their build."""
-    for rank in range(2):
+    """The CPU quantizes weights with temporaries of its own, so these are compared after their build.
+
+    In `make test` one rank of each case is compared, the first and the last one in turn.
+    """
+    for rank in few_of([0, 1], [CASES.index((family, recipe)) % 2]):
         account, trace = real()[family, recipe, rank].account, rehearsed(2, family, recipe, rank)
         kept = in_steps if "qlora" in recipe else list
         assert_same_account(account, trace, f"{family}, {recipe}, rank {rank}", kept=kept)
@@ -176,11 +179,11 @@ def test_they_are_refused_in_loops_of_other_libraries(recipe: str, loop: str) ->
 def test_sharded_weights_of_a_joint_product_are_not_copied_until_the_backward_pass() -> None:
     """A saved copy would keep the weights of all layers."""
     peaks = {}
-    for layers in (2, 6):
+    for layers in (1, 3):
         job = small_job("llama", layers, {"hidden_size": 512}, batch_size=2, sequence_length=8)
         for recipe in ("fsdp + sgd", "fsdp + fused + sgd"):
             peaks[layers, recipe] = predict(job, recipe, gpu="h200", gpus=2).footprint.requested_bytes
-    plain, fused = (peaks[6, one] - peaks[2, one] for one in ("fsdp + sgd", "fsdp + fused + sgd"))
+    plain, fused = (peaks[3, one] - peaks[1, one] for one in ("fsdp + sgd", "fsdp + fused + sgd"))
     assert fused < 1.05 * plain
 
 

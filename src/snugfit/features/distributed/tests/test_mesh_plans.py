@@ -128,6 +128,7 @@ def test_larger_groups_that_share_experts_hold_no_more() -> None:
 # ---- memory and time of stages -----------------------------------------------------------------------------
 
 
+@pytest.mark.stored_rehearsals
 @pytest.mark.parametrize(
     ("recipe", "gpus", "layers"),
     [

@@ -115,8 +115,9 @@ def hold(loop: str, ranks: int, family: str, recipe: str, rank: int) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(("loop", "family", "recipe"), CASES)
 def test_one_of_two_real_ranks_allocates_what_its_trace_says(loop: str, family: str, recipe: str) -> None:
-    hold(loop, 2, family, recipe, rank=0)
-    hold(loop, 2, family, recipe, rank=1)
+    """In `make test` one rank of each case is compared, the first and the last one in turn."""
+    for rank in few_of([0, 1], [CASES.index((loop, family, recipe)) % 2]):
+        hold(loop, 2, family, recipe, rank)
 
 
 @pytest.mark.whole

@@ -286,7 +286,7 @@ def copied(trace: Trace, operator: str) -> int:
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", slow_but([2, 3], [3].__contains__))
 def test_states_and_weights_wait_on_the_host(stage: int) -> None:
-    this = small_job("bert", 2)
+    this = small_job("bert", 1)
     alone, offloaded = (
         rehearse(this, Recipe.parse(f"zero{stage}{where} + bf16").setup(), CudaPolicy())
         for where in ("(offload=none)", "")
@@ -367,7 +367,7 @@ def test_it_trains_as_the_same_loop_does_without(recipe: str, loop: str) -> None
 @pytest.mark.whole
 def test_weights_are_joined_on_the_host_where_the_gpu_has_no_room() -> None:
     """The second stage reads the free memory, and first moves the weights away if two copies do not fit."""
-    this = small_job("bert", 2)
+    this = small_job("bert", 1)
     setup = Recipe.parse("zero2 + bf16").setup()
     roomy = rehearse(this, setup, CudaPolicy())
     weights = copied(roomy, UPDATE_ON_HOST) // 2  # in bf16
@@ -466,7 +466,7 @@ def test_a_disk_without_the_operator_for_files_is_refused(monkeypatch: pytest.Mo
 
 def job_with_large_layers() -> Job:
     """Return a job with matrices of 4 MiB, since smaller ones stay on the host."""
-    small = small_job("bert", 2)
+    small = small_job("bert", 1)
     config = {**small.model.config, "hidden_size": 1024, "intermediate_size": 2048}
     return replace(small, model=Model.from_config(config, name="large layers"))
 

@@ -53,7 +53,7 @@ def test_weights_wait_elsewhere_as_they_are_built(recipe: str, loop: str, holds_
     """The GPU never has all weights at once if transformers builds the model under ZeRO-3
     (`deepspeed.zero.Init`).
     """
-    this = small_job("bert", 4)
+    this = small_job("bert", 2)
     model = instantiate(this, dtype="bfloat16", attention="sdpa")
     weights = sum(weight.nbytes for weight in model.parameters())
     most = most_while_built(rehearse(this, Recipe.parse(recipe).setup(), CudaPolicy(), loop=loop))

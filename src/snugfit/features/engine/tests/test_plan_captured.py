@@ -29,6 +29,8 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Slot
 from tiers import slow_but
 
+pytestmark = pytest.mark.stored_rehearsals
+
 H200 = find_gpu("h200")
 
 RECIPES = (

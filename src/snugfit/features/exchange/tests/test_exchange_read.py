@@ -238,6 +238,7 @@ def test_other_libraries_techniques_are_refused_by_name(
     assert key in keys(read(tmp_path, name, content).refused)
 
 
+@pytest.mark.stored_rehearsals
 def test_what_is_computed_must_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A batch that is computed at run time must be given; an output folder need not be."""
     file = tmp_path / "train.py"
@@ -247,7 +248,7 @@ def test_what_is_computed_must_be_said(tmp_path: Path, capsys: pytest.CaptureFix
     )
     reading = read_arguments(file)
     assert keys(reading.refused) == {"per_device_train_batch_size", "fp16"}
-    line = ["predict", "bert-base-uncased", "--task", "masked-lm", "--arguments", str(file)]
+    line = ["predict", "distilbert-base-uncased", "--task", "masked-lm", "--arguments", str(file)]
     assert run([*line, "--batch-size", "2"]) == 2
     assert "fp16" in capsys.readouterr().err
     assert run([*line, "--batch-size", "2", "--recipe", "bf16", "--sequence-length", "16", "--json"]) == 0
@@ -255,11 +256,12 @@ def test_what_is_computed_must_be_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert (document["job"]["batch_size"], document["recipe"]) == (2, "bf16")
 
 
+@pytest.mark.stored_rehearsals
 def test_the_command_starts_from_the_file_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "train.py"
-    file.write_text(GUIDE.replace("bert-large-uncased", "bert-base-uncased"))
+    file.write_text(GUIDE.replace("bert-large-uncased", "distilbert-base-uncased"))
     line = ["predict", "--arguments", str(file), "--sequence-length", "32", "--json"]
     assert run([*line, "--recipe", "bf16 + micro_batches(2)"]) == 0
     out, err = capsys.readouterr()

@@ -52,16 +52,17 @@ def sizes(trace: Trace) -> list[int]:
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
+FEW = {"new_tokens": 26}
 
 
 @pytest.mark.parametrize(
     ("family", "settings"),
     slow_but(
         [
-            ("gpt2", {"facts": {"n_layer": 1}}),
-            ("llama", {"cache": "static", "facts": ONE_LAYER}),
-            ("llama", {"cache": "quantized", "facts": ONE_LAYER}),
-            ("llama", {"cache": "offloaded"}),
+            ("gpt2", {"facts": {"n_layer": 1}, **FEW}),
+            ("llama", {"cache": "static", "facts": ONE_LAYER, **FEW}),
+            ("llama", {"cache": "quantized", "facts": ONE_LAYER, **FEW}),
+            ("llama", {"cache": "offloaded", **FEW}),
             ("mistral", {"facts": ONE_LAYER}),  # a window that fills
             ("qwen3_next", {}),
             ("gemma3_text", {"cache": "offloaded_static"}),
@@ -72,7 +73,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 def test_every_event_and_kernel_is_equal(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = generating_job(family, new_tokens=40, **settings)
+    job = generating_job(family, **{"new_tokens": 40, **settings})
     whole, trace, windows = whole_and_synthesized(job, monkeypatch)
     # A change of the slope needs further windows.
     assert windows > 3 if family in ("mistral", "gemma3_text") else windows == 3

@@ -19,6 +19,7 @@ from snugfit.techniques.technique import Fidelity, Slot
 LARGE_CACHE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
+@pytest.mark.stored_rehearsals
 @pytest.mark.whole
 def test_a_plan_takes_a_smaller_cache_only_where_the_fastest_does_not_fit() -> None:
     job = generating_job("llama", facts=LARGE_CACHE, prompt=2000, batch_size=64)

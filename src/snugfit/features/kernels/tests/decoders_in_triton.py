@@ -257,9 +257,12 @@ def drop_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def drop(device: str, dtype: torch.dtype, rows: int, columns: int) -> list[torch.Tensor]:
-    """Return the remaining elements, and those of a product added to other rows."""
+    """Return the remaining elements, and those of a product added to other rows.
+
+    A program drops elements of one row, and a tile of the product has 64. So only the product has many rows.
+    """
     seed = torch.tensor([1 << 40 | 5], device=device)
-    given, into = (drawn(device, dtype, rows, columns, seed=one) for one in (0, 1))
+    given, into = drawn(device, dtype, min(rows, 5), columns), drawn(device, dtype, rows, columns, seed=1)
     dropped = dropped_rows.drop_rows(given, seed, 2, 20_000)
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
     if device == "cuda" or dtype is torch.float32:

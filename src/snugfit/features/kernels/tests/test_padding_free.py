@@ -491,6 +491,7 @@ def test_gpus_before_ampere_are_refused() -> None:
         Recipe.parse("fp16 + padding_free").check(a_job("llama"), (7, 5))
 
 
+@pytest.mark.stored_rehearsals
 @pytest.mark.whole
 @pytest.mark.parametrize("micro_batches", slow_but([2, 1], 1))
 def test_a_plan_offers_it_where_there_is_padding(micro_batches: int) -> None:

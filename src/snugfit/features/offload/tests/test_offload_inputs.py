@@ -19,7 +19,7 @@ WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 1
 
 
 def test_attention_is_kept_where_inputs_leave_room_for_it() -> None:
-    job = small_job("llama", 10, facts=WIDE, batch_size=1, sequence_length=65536)
+    job = small_job("llama", 4, facts=WIDE, batch_size=1, sequence_length=65536)
     whole, sent = (
         predict(job, f"{KEPT}{more}", gpu="h200").footprint.nvml_bytes or 0
         for more in ("", " + host(checkpoints)")

@@ -15,6 +15,7 @@ from reported import foreseen, reports
 from small_runs import CPU
 from snugfit.job.batch import synthetic
 from snugfit.job.job import Job
+from snugfit.rehearsal import few_layers
 from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.few_layers import rehearse_from_few_layers
 from snugfit.rehearsal.rehearse import rehearse
@@ -89,8 +90,11 @@ def rise_in(trace: Trace, *phases: str) -> int:
 
 
 @pytest.mark.parametrize(("task", "recipe"), slow_but([("dpo", "lora + every_layer"), ("kto", "plain")], 1))
-def test_a_deep_model_is_predicted_from_few_layers(task: str, recipe: str) -> None:
-    job, setup = preference_job("llama", task, 32), Recipe.parse(recipe).setup()
+def test_a_deep_model_is_predicted_from_few_layers(
+    task: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_layers, "DEEP", 16)
+    job, setup = preference_job("llama", task, 16), Recipe.parse(recipe).setup()
     grown, whole = rehearse_from_few_layers(job, setup, CudaPolicy()), rehearse(job, setup, CudaPolicy())
     assert grown is not None
     assert (grown.peak(), len(grown.kernels)) == (whole.peak(), len(whole.kernels))

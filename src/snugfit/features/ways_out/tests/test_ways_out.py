@@ -34,6 +34,8 @@ from test_plan_command import choice
 from test_plan_command import made_up as planned
 from tiers import slow_but
 
+pytestmark = pytest.mark.stored_rehearsals
+
 BERT = ["predict", "bert-large-uncased", "--task", "sequence-classification", "--memory", "512MiB"]
 
 
