@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from snugfit.cli.plugins import named_plugins
@@ -35,7 +34,3 @@ def main(plugin: str, folder: str) -> None:
         "frozen": [name for name, weight in trained.model.named_parameters() if not weight.requires_grad],
     }
     print(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

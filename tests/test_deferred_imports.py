@@ -91,10 +91,13 @@ def test_predictions_are_the_same_and_simple_ones_import_little(jobs: list[Any],
 
 REAL = """
 import builtins, json, sys
+if {without_triton}:
+    sys.modules["triton"] = None
 importing = builtins.__import__
 from snugfit.deferred_imports import _DEFERRAL, PutOffName, are_put_off, defer_imports
 defer_imports()
 import torch
+import torch.utils.flop_counter
 from torch import nn
 from transformers import TrainingArguments, trainer_utils
 before = "peft" in sys.modules
@@ -131,29 +134,15 @@ print("FOUND", json.dumps([vars(import_utils)[READS_LIST].__qualname__.partition
 """
 
 
-WITHOUT_TRITON = """
-import json, sys
-sys.modules["triton"] = None
-from snugfit.deferred_imports import complete_imports, defer_imports
-defer_imports()
-import torch.utils.flop_counter
-import transformers.modeling_utils
-complete_imports()
-import torch._dynamo
-print("FOUND", json.dumps(type(torch._dynamo).__name__))
-"""
-"""Code of an environment without Triton, such as one with the CPU build of torch."""
-
-
-def test_a_package_that_is_not_installed_is_not_deferred(tmp_path: Path) -> None:
-    assert found(WITHOUT_TRITON, tmp_path) == "module"
+FIRST_WANT = "torch.compile(lambda x: x, backend='eager')(1)"
+"""The case of an environment without Triton, such as one with the CPU build of torch."""
 
 
 @pytest.mark.parametrize(
     "wants",
     slow_but(
         [
-            "torch.compile(lambda x: x, backend='eager')(1)",
+            FIRST_WANT,
             "import torch.distributed.tensor",
             "import torch._dynamo",
             "sharding_utils.DTensor.from_local",
@@ -165,7 +154,7 @@ def test_a_package_that_is_not_installed_is_not_deferred(tmp_path: Path) -> None
 def test_whoever_wants_the_real_thing_gets_it(wants: str, tmp_path: Path) -> None:
     """Training arguments import no peft, and find its models once it is imported."""
     expected = [[True, True], False, True, [], True, "module", True, [False, True, False, True]]
-    assert found(REAL.format(wants=wants), tmp_path) == expected
+    assert found(REAL.format(wants=wants, without_triton=wants == FIRST_WANT), tmp_path) == expected
 
 
 def test_lists_of_transformers_are_the_same_from_their_last_list_on(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from snugfit.job.gpu import find_gpu
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
+from source_trees import FILES, tree_of
 from test_gpus_command import made_up as plans_for_gpus
 from test_words import texts_of
 from tiers import slow_but
@@ -185,8 +186,7 @@ def test_a_shown_error_is_the_command_s_own(
 
 def test_phrases_of_messages_are_in_the_source() -> None:
     phrases = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
-    files = [path for path in (ROOT / "src").rglob("*.py") if path.parent.name != "tests"]
-    texts = [text for path in files for _, text in texts_of(path.read_text())]
+    texts = [text for path in FILES for _, text in texts_of(tree_of(path))]
     assert len(phrases) > 10
     if os.environ.get("SNUGFIT_WITHOUT"):
         pytest.skip("the page has messages of a deleted feature too")

@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +24,8 @@ from snugfit.techniques import roster
 from snugfit.techniques.registry import features
 from snugfit.techniques.setup import CoreSetup
 from snugfit.techniques.wish import wishes
+from source_trees import FILES, SOURCE, nodes_of, tree_of
 
-SOURCE = Path(__file__).parents[1] / "src" / "snugfit"
-FILES = sorted(path for path in SOURCE.rglob("*.py") if "tests" not in path.parts[len(SOURCE.parts) :])
 HEAVY = {
     "torch",
     "transformers",
@@ -178,17 +176,6 @@ def name_of(path: Path) -> str:
 
 def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-@cache
-def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Return every node of a tree; a dozen tests read all of them."""
-    return tuple(ast.walk(tree))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -384,10 +371,11 @@ def test_the_core_names_no_technique_or_task_of_a_feature() -> None:
         if technique.__module__.startswith("snugfit.features.")
     }
     names = named.union(task.name for task in added_tasks()) - ENGLISH | TENSOR_PARTS
-    pattern = re.compile(rf"\b({'|'.join(sorted(names))})\b")
 
     def used(path: Path) -> Iterator[str]:
-        tree = tree_of(path)
+        tree, source = tree_of(path), path.read_text(encoding="utf-8")
+        # A pattern of all names takes seconds.
+        pattern = re.compile(rf"\b({'|'.join(sorted(name for name in names if name in source)) or '(?!)'})\b")
         docs = {id(node.value) for node in nodes_of(tree) if isinstance(node, ast.Expr)}
         for node in nodes_of(tree):
             text = getattr(node, "attr", getattr(node, "id", ""))

@@ -18,9 +18,9 @@ from small_models import small_job
 from snugfit import measure, train
 from snugfit.cli.main import run
 from snugfit.errors import EXTRAS, UsageError, missing_package_message, require_packages
+from source_trees import FILES, nodes_of, tree_of
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "snugfit"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 IMPORTED_AS = {
@@ -43,9 +43,8 @@ def names(requirements: list[str]) -> set[str]:
 
 def imported() -> Iterator[str]:
     """Yield the packages that the source imports, in functions too."""
-    for path in SOURCE.rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text())) if "tests" not in path.parts else ()
-        for node in nodes:
+    for path in FILES:
+        for node in nodes_of(tree_of(path)):
             modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             yield from (module.partition(".")[0] for module in modules)

@@ -122,7 +122,8 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     bound = predict(job, f"{ADAPTED} + every_layer + adamw_loop", gpu="h200").needed_bytes
     common: dict[str, Any] = {"gpu": "h200", "memory_bytes": bound, "workers": 1}
     few = {**FEW, Slot.CHECKPOINTING: Recipe.parse("every_layer")[Slot.CHECKPOINTING]}
-    alone = plan(job, **common, keep=few)
+    loop = {Slot.OPTIMIZER: Recipe.parse("adamw_loop")[Slot.OPTIMIZER]}
+    alone = plan(job, **common, keep=few | loop)
     assert not alone.fits
     own = plan(job, **common, start=f"{ADAPTED} + every_layer + adamw_loop", keep=few)
     assert own.fits
@@ -131,7 +132,7 @@ def test_a_recipe_that_the_user_has_and_that_fits_is_never_left_out() -> None:
     assert "precision: bf16_pure, kept from your own recipe (--free precision allows others)." in text
     assert "the algorithm kept from your own recipe (--free optimizer allows others)" in text
     assert Plan.from_json(json.loads(json.dumps(own.to_json()))) == own
-    kept = plan(job, **common, keep=f"{ADAPTED} + {' + '.join(map(str, few.values()))}")
+    kept = plan(job, **common, keep=f"{ADAPTED} + {' + '.join(map(str, (few | loop).values()))}")
     assert kept.fits
     assert kept.best is not None
     assert "lora(targets=all-linear) + bf16_pure" in kept.best.recipe

