@@ -103,8 +103,9 @@ def test_packed_experts_have_seventeen_bytes_for_32_numbers() -> None:
 
 
 def test_a_step_is_recorded() -> None:
-    trace = rehearse(job(), Recipe.parse(f"{QLORA} + captured").setup(), CudaPolicy())
+    trace = rehearse(job(**STORED), Recipe.parse(f"{QLORA} + captured").setup(), CudaPolicy())
     assert not any("cannot be recorded" in doubt for doubt in trace.doubts)
+    assert not any("quantized" in doubt for doubt in trace.doubts)
 
 
 def write_files(folder: Path) -> dict[str, torch.Tensor]:
