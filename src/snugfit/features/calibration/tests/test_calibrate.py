@@ -16,6 +16,7 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.cli.plan_cache import key_of
 from snugfit.errors import GpuError, SnugfitError
+from snugfit.features.calibration import host_probe
 from snugfit.features.calibration.calibrate import (
     ATTEMPTS,
     Calibration,
@@ -28,7 +29,6 @@ from snugfit.features.calibration.calibrate import (
 )
 from snugfit.features.calibration.command import sentence_about_others
 from snugfit.features.calibration.feature import CalibrationFeature
-from snugfit.features.calibration import host_probe
 from snugfit.features.calibration.host_probe import FIELDS, host_at, measure_prices
 from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import find_gpu

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import gan_of
 from torch import nn
 
 import snugfit
 from aligned import peak
-from example_steps import gan_of
 from reported import foreseen, reports
 from snugfit.cli.main import run
 from snugfit.errors import JobError, UsageError
