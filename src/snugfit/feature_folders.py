@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from snugfit.errors import SnugfitError, UsageError
+from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -93,7 +94,7 @@ def _load(word: str) -> Plugin:
     if len(entries) > 1:
         packages = " and ".join(entry.dist.name for entry in entries if entry.dist)
         raise FeatureError(f"Two packages have a plugin {word!r}: {packages}. Uninstall one, or give a path.")
-    folder = Path(word).expanduser().resolve()
+    folder = user_path(word).resolve()
     if not entries and not (folder / "feature.py").is_file():
         known = ", ".join(sorted(entry.name for entry in metadata.entry_points(group=FOLDER))) or "none"
         raise UsageError(

@@ -39,7 +39,7 @@ from snugfit.data.text_rows import LARGEST_IN_MEMORY, READERS
 from snugfit.errors import UsageError, did_you_mean, one_line, require_packages
 from snugfit.techniques.registry import hooks
 from snugfit.units import show_bytes
-from snugfit.user_files import refuse_unreadable
+from snugfit.user_files import refuse_unreadable, user_path
 
 # ---- arrow -------------------------------------------------------------------------------------------------
 
@@ -228,10 +228,8 @@ def read_rows(
     A pattern such as `data/*.jsonl` joins files. A folder has files of rows, a dataset of `save_to_disk`, or
     folders of classes. `columns` gives the column of a role if it has an unusual name: `{"text": "review"}`.
     """
-    if isinstance(source, str | os.PathLike):
-        rows = _rows_at(Path(source).expanduser())
-    else:
-        rows = _rows_in_memory(source)
+    is_path = isinstance(source, str | os.PathLike)
+    rows = _rows_at(user_path(source)) if is_path else _rows_in_memory(source)
     if columns is not None and not isinstance(columns, Mapping):
         raise UsageError(f'columns is {columns!r:.60}; it must be a mapping: columns={{"text": "review"}}.')
     if not len(rows):

@@ -13,6 +13,7 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.measurement.target import gpu_here
+from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     from snugfit.features.calibration.calibrate import ProbeReading
@@ -45,10 +46,10 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     if gpus > 1:
         refuse_more_than_here(gpus, "cuda")
     gpu = find_gpu(name)
+    file = user_path(calibration_file(gpu, gpus))
     with show_progress(f"calibrating {gpu.name}") as tell:
         calibration = run(gpu, gpus=gpus, tell=tell)
     document = calibration.to_json()
-    file = calibration_file(gpu, gpus)
     _write(file, document)
     if as_json:
         show_json(document)

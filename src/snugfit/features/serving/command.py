@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from snugfit.cli import arguments as given
 from snugfit.errors import NothingFits, UsageError
+from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     from snugfit.features.serving.gguf import GgufHeader
@@ -263,10 +263,10 @@ def _find(name: str, *, online: bool) -> Model | GgufHeader:
     if name.lower().endswith(".gguf"):
         from snugfit.features.serving.gguf import read_gguf
 
-        return read_gguf(Path(name).expanduser())
+        return read_gguf(user_path(name))
     from snugfit.features.serving.weights import check_headers
     from snugfit.job.model import Model
 
     model = Model.find(name, online=online, tell=lambda sentence: typer.echo(sentence, err=True))
-    check_headers(Path(name).expanduser())
+    check_headers(user_path(name))
     return model
