@@ -14,6 +14,7 @@ from small_runs import losses
 from small_tokenizers import saved
 from snugfit.errors import UsageError
 from snugfit.features.tasks.contrast import SCALE
+from snugfit.features.tasks.inputs import EMBEDDING_INPUTS
 from snugfit.frontends.own import options_of, train
 from snugfit.job.batch import label_items, synthetic
 from snugfit.job.job import Job, Task
@@ -56,6 +57,8 @@ def test_the_loss_ranks_the_partner_of_each_text(config: dict[str, Any], padding
         ]
     )
     torch.testing.assert_close(found["logits"], scores * SCALE, rtol=1e-4, atol=1e-4)
+    right = scores.argmax(1) == torch.arange(3)
+    assert EMBEDDING_INPUTS.correct(found, batch).tolist() == right.tolist()
     assert float(found["loss"]) == pytest.approx(
         float(functional.cross_entropy(scores * SCALE, torch.arange(3))), rel=1e-4
     )
