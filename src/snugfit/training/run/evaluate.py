@@ -1,4 +1,4 @@
-"""Evaluation: the loss and, for classifiers, the share of correct predictions.
+"""Evaluation: the loss and, for tasks with right answers, the share of them.
 
 The state of the training is unchanged: no gradients, no dropout, no random numbers, and the model keeps its
 mode. The loss is the mean over all counted items of the data, independent of the batches.
@@ -37,8 +37,8 @@ class EvaluationResult:
     """Mean loss over all samples, or over all tokens that have a label."""
 
     accuracy: float | None
-    """Share of correct answers, from 0 to 1: classes, exact spans, or pairs in the right order. None for a
-    task without them."""
+    """Share of correct answers, from 0 to 1: classes of samples, tokens or pixels, exact spans, and ordered
+    pairs. None for a task without them."""
 
     def metric(self, name: str) -> float:
         """Return the loss or the accuracy by its name; NaN if the evaluation has no accuracy."""
