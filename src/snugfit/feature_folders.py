@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from snugfit.errors import SnugfitError, UsageError
-from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -94,7 +93,7 @@ def _load(word: str) -> Plugin:
     if len(entries) > 1:
         packages = " and ".join(entry.dist.name for entry in entries if entry.dist)
         raise FeatureError(f"Two packages have a plugin {word!r}: {packages}. Uninstall one, or give a path.")
-    folder = user_path(word).resolve()
+    folder = Path(os.path.expanduser(word)).resolve()
     if not entries and not (folder / "feature.py").is_file():
         known = ", ".join(sorted(entry.name for entry in metadata.entry_points(group=FOLDER))) or "none"
         raise UsageError(

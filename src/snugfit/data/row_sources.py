@@ -228,8 +228,11 @@ def read_rows(
     A pattern such as `data/*.jsonl` joins files. A folder has files of rows, a dataset of `save_to_disk`, or
     folders of classes. `columns` gives the column of a role if it has an unusual name: `{"text": "review"}`.
     """
-    is_path = isinstance(source, str | os.PathLike)
-    rows = _rows_at(user_path(source)) if is_path else _rows_in_memory(source)
+    if isinstance(source, str | os.PathLike):
+        source = user_path(source)
+        rows = _rows_at(source)
+    else:
+        rows = _rows_in_memory(source)
     if columns is not None and not isinstance(columns, Mapping):
         raise UsageError(f'columns is {columns!r:.60}; it must be a mapping: columns={{"text": "review"}}.')
     if not len(rows):

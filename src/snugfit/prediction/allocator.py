@@ -86,7 +86,8 @@ class _PoolBlock:
         """Return the bytes that are free or without memory from the block's begin on, up to the first
         allocated block.
         """
-        room, block = 0, self
+        room = 0
+        block: _PoolBlock | None = self
         while block is not None and (block.free or not block.is_mapped):
             room, block = room + block.size, block.after
         return room
