@@ -166,7 +166,7 @@ class LowRank(Technique):
     def adapters(self) -> Call:
         """Return the function call that wraps a model with peft and these settings, as a field of `Setup`."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
-        changed = self._changed().items()
+        changed = self._changed_settings().items()
         more = {name: list(value) if isinstance(value, tuple) else value for name, value in changed}
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
 
@@ -181,7 +181,7 @@ class LowRank(Technique):
             r=self.r,
             targets=self.targets or (() if chosen_by_peft(job.model) else default_targets(job.model)),
             dropout=self.dropout,
-            **self._changed(),
+            **self._changed_settings(),
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
         shown = shown.replace("'", '"')  # neither peft's words nor recipes contain quotes
@@ -191,7 +191,7 @@ class LowRank(Technique):
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
 
-    def _changed(self) -> dict[str, Any]:
+    def _changed_settings(self) -> dict[str, Any]:
         """Return the optional settings of `lora` that are not peft's default."""
         optional = [declared for declared in fields(self) if declared.name in _MORE]
         values = {declared.name: getattr(self, declared.name) for declared in optional}

@@ -13,7 +13,6 @@ import typer
 from snugfit.cli import arguments as given
 from snugfit.errors import GpuError, SnugfitError
 from snugfit.measurement.target import gpu_here
-from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     from snugfit.features.calibration.calibrate import ProbeReading
@@ -42,6 +41,7 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.text.terminal import show, show_json
+    from snugfit.user_files import user_path
 
     if gpus > 1:
         refuse_more_than_here(gpus, "cuda")

@@ -14,7 +14,6 @@ import typer
 
 from snugfit.cli import arguments as given
 from snugfit.errors import NothingFits, UsageError
-from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     from snugfit.features.serving.gguf import GgufHeader
@@ -260,6 +259,8 @@ def _card(name: str | None, memory: str | None) -> Gpu:
 
 def _find(name: str, *, online: bool) -> Model | GgufHeader:
     """Return the model of this name, or the header of a GGUF file."""
+    from snugfit.user_files import user_path
+
     if name.lower().endswith(".gguf"):
         from snugfit.features.serving.gguf import read_gguf
 

@@ -84,8 +84,8 @@ class QuestionInputs(ModelInputs):
         (arXiv 1606.05250, section 6.1) on tokens, (B).
         """
         starts, ends = (getattr(out, f"{end}_logits").argmax(-1) for end in ("start", "end"))
-        found: torch.Tensor = (starts == batch["start_positions"]) & (ends == batch["end_positions"])
-        return found
+        is_correct: torch.Tensor = (starts == batch["start_positions"]) & (ends == batch["end_positions"])
+        return is_correct
 
 
 class ChoiceInputs(ModelInputs):
@@ -127,8 +127,8 @@ class EmbeddingInputs(ModelInputs):
         3.2), (B).
         """
         nearest = out["logits"].argmax(-1)
-        found: torch.Tensor = nearest == nearest.new_tensor(range(len(nearest)))
-        return found
+        is_correct: torch.Tensor = nearest == nearest.new_tensor(range(len(nearest)))
+        return is_correct
 
 
 QUESTION_INPUTS, CHOICE_INPUTS, EMBEDDING_INPUTS = QuestionInputs(), ChoiceInputs(), EmbeddingInputs()
