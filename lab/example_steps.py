@@ -30,26 +30,32 @@ STEPS = 5
 GPU = "h200"
 
 
-def gan(batch_size: int, device: torch.device) -> Callable[[], Any]:
-    """Return the step of two networks with an optimizer each."""
-    maker = nn.Sequential(nn.Linear(128, 2048), nn.ReLU(), nn.Linear(2048, 12288), nn.Tanh()).to(device)
-    judge = nn.Sequential(nn.Linear(12288, 2048), nn.LeakyReLU(0.2), nn.Linear(2048, 1)).to(device)
-    of_maker = torch.optim.Adam(maker.parameters(), lr=2e-4)
-    of_judge = torch.optim.SGD(judge.parameters(), lr=2e-4, momentum=0.9)
-    criterion = nn.BCEWithLogitsLoss()
+def gan_of(noise: int, width: int, numbers: int) -> Callable[[int, torch.device], Callable[[], Any]]:
+    """Return a function that builds two networks of these widths with an optimizer each, and returns their
+    step.
+    """
 
-    def step() -> None:
-        real = torch.rand(batch_size, 12288).to(device)
-        fake = maker(torch.randn(batch_size, 128, device=device))
-        ones, zeros = torch.ones(batch_size, 1, device=device), torch.zeros(batch_size, 1, device=device)
-        of_judge.zero_grad()
-        (criterion(judge(real), ones) + criterion(judge(fake.detach()), zeros)).backward()
-        of_judge.step()
-        of_maker.zero_grad()
-        criterion(judge(fake), ones).backward()
-        of_maker.step()
+    def example(batch_size: int, device: torch.device) -> Callable[[], Any]:
+        maker = nn.Sequential(nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, numbers), nn.Tanh())
+        judge = nn.Sequential(nn.Linear(numbers, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)).to(device)
+        of_maker = torch.optim.Adam(maker.to(device).parameters(), lr=2e-4)
+        of_judge = torch.optim.SGD(judge.parameters(), lr=2e-4, momentum=0.9)
+        criterion = nn.BCEWithLogitsLoss()
 
-    return step
+        def step() -> None:
+            real = torch.rand(batch_size, numbers).to(device)
+            fake = maker(torch.randn(batch_size, noise, device=device))
+            ones, zeros = torch.ones(batch_size, 1, device=device), torch.zeros(batch_size, 1, device=device)
+            of_judge.zero_grad()
+            (criterion(judge(real), ones) + criterion(judge(fake.detach()), zeros)).backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            criterion(judge(fake), ones).backward()
+            of_maker.step()
+
+        return step
+
+    return example
 
 
 class LanguageModel(nn.Module):
@@ -127,7 +133,7 @@ def vision(batch_size: int, device: torch.device) -> Callable[[], Any]:
 
 
 EXAMPLES: dict[str, tuple[Callable[..., Any], int]] = {
-    "gan": (gan, 256),
+    "gan": (gan_of(128, 2048, 12288), 256),
     "language model": (language_model, 16),
     "vision": (vision, 128),
 }

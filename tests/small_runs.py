@@ -20,7 +20,7 @@ from snugfit.techniques.technique import Slot
 from snugfit.training.journal import Event, read_journal
 from snugfit.training.run.dataset import data_of
 from snugfit.training.run.run import Run
-from snugfit.training.run.train import train
+from snugfit.training.run.train import Trained, train
 
 CPU = torch.device("cpu")
 
@@ -99,6 +99,21 @@ def killed_in(run: Run, step: int) -> None:
     """Train until the event of this step, and kill the run there."""
     with pytest.raises(Killed):
         train(run, watch=killed_after(step))
+
+
+def resumed_as_whole(run: Run, killed_at: int) -> Trained:
+    """Train a run, and again with a kill at the event of this step. The losses and weights of both must be
+    equal. Return the resumed run, which is in the folder `killed` of the run's folder.
+    """
+    whole, cut = (replace(run, folder=run.folder / name) for name in ("whole", "killed"))
+    expected = train(whole)
+    killed_in(cut, killed_at)
+    resumed = train(cut)
+    saved = run.options.save_steps
+    assert events(cut.folder, "started")[1]["resumed_from"] == (killed_at - 1) // saved * saved
+    assert losses(cut.folder) == losses(whole.folder)
+    assert_same_weights(resumed.model, expected.model)
+    return resumed
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -176,6 +177,15 @@ def test_expandable_fragments_less() -> None:
     requests = [one for number, nbytes in enumerate(sizes, 1) for one in (nbytes, -number)]
     assert replay(trace(*requests)).reserved_peak == sum(sizes)
     assert replay(trace(*requests), expandable=True).reserved_peak == 60 * MIB
+
+
+def test_a_cache_may_be_emptied_more_often_than_python_recurses() -> None:
+    allocator = Allocator(expandable=True)
+    for block in [allocator.allocate(20 * MIB) for _ in range(sys.getrecursionlimit() + 1)]:
+        allocator.release(block)
+        allocator.empty_cache()
+    allocator.allocate(50 * MIB)
+    assert allocator.reserved == 60 * MIB
 
 
 def test_an_emptied_cache_unmaps_the_whole_pages_of_free_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.step import applier
 from snugfit.step.applier import CORE_HANDLERS, FRONT_ENDS, HANDLERS, REFUSED
 from snugfit.step.step import LOOPS
+from snugfit.step.wishes.batching import ALLOCATOR_VARIABLES, ExpandableSegmentsHandler
 from snugfit.step.wishes.handler import Handler, LiveTraining
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
@@ -133,3 +135,23 @@ def test_contexts_are_entered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with applier.forward_context(tf32, cpu, in_accelerate=True):
         pass
     assert heard == ["first begins", "first ends"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_allocator_options_beside_the_recipe_are_a_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    warned: list[str] = []
+    monkeypatch.setattr(logging.getLogger("snugfit"), "warning", lambda text, *of: warned.append(text % of))
+    handler, cuda = ExpandableSegmentsHandler(), torch.device("cuda")
+    handler.set_process(False, cuda)
+    assert not warned
+    monkeypatch.setenv(name, "expandable_segments:True")
+    handler.set_process(False, torch.device("cpu"))
+    handler.set_process(False, cuda)
+    assert len(warned) == 1
+    assert name in warned[0]
+    assert "no expandable" in warned[0]
+    assert "add expandable to the recipe" in warned[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from snugfit import __main__ as entry
+from snugfit.cli import plan_cache
 from snugfit.cli.main import NO_COMMANDS, run
 
 
@@ -83,3 +87,17 @@ def test_an_interrupt_during_the_imports_is_one_line(
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
     assert capfd.readouterr().err == "snugfit: interrupted\n"
+
+
+def test_without_a_home_folder_nothing_is_cached_and_its_paths_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container may run with a user id that has no entry in the system's table of users."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", os.fspath)
+    monkeypatch.chdir(tmp_path)
+    plan_cache.store_result("key", SimpleNamespace(to_json=dict))
+    assert not [*tmp_path.iterdir()]
+    assert run(["serve", "~/model.gguf", "--gpu", "l4"]) == 2
+    assert "the home folder ~ is not known" in capsys.readouterr().err

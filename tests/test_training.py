@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -555,9 +556,12 @@ def test_no_gain_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (done.outcome, done.step, done.exit_code) == ("stopped early", 4, 0)
 
 
-def test_checkpoints_are_what_from_pretrained_loads(tmp_path: Path) -> None:
+def test_checkpoints_are_what_from_pretrained_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForSequenceClassification
 
+    # An import of DeepSpeed to unwrap the model would fail here.
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: True)
     done = train(small_run(tmp_path))
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-12")
     assert_same_weights(loaded, done.model)

@@ -93,7 +93,7 @@ def _load(word: str) -> Plugin:
     if len(entries) > 1:
         packages = " and ".join(entry.dist.name for entry in entries if entry.dist)
         raise FeatureError(f"Two packages have a plugin {word!r}: {packages}. Uninstall one, or give a path.")
-    folder = Path(word).expanduser().resolve()
+    folder = Path(os.path.expanduser(word)).resolve()
     if not entries and not (folder / "feature.py").is_file():
         known = ", ".join(sorted(entry.name for entry in metadata.entry_points(group=FOLDER))) or "none"
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,16 @@ def read_text(path: Path, *, noun: str = "file", largest: int = LARGEST_FILE) ->
             return path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UsageError(f"{path}: this is not UTF-8 text. Save it as UTF-8.") from None
+
+
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """Return a user's path with the home folder in place of `~`. Raises `UsageError` if that is not known."""
+    path = Path(os.path.expanduser(given))
+    if path.parts[:1] and path.parts[0].startswith("~") and not path.exists():
+        raise UsageError(
+            f"{path}: the home folder {path.parts[0]} is not known. Write the whole path, or set HOME."
+        )
+    return path
 
 
 @contextmanager

@@ -57,10 +57,12 @@ LARGEST_FOLDER = 64 << 20
 
 
 def folder() -> Path:
-    """Return the cache folder in which results of commands are stored."""
+    """Return the cache folder in which results of commands are stored. Without a home folder, the path is
+    relative and has no results.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores a relative path.
-    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    root = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~/.cache"))
     return root / "snugfit" / "answers"
 
 
@@ -173,6 +175,8 @@ def store_result(key: str, answer: Storable) -> None:
     """Store a command's result under this key, completely or not at all, and delete old results if the folder
     is too large.
     """
+    if not folder().is_absolute():
+        return
     with contextlib.suppress(OSError, ValueError):
         folder().mkdir(parents=True, exist_ok=True)
         write_document(folder() / f"{key}.json", answer.to_json())

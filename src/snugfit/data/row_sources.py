@@ -39,7 +39,7 @@ from snugfit.data.text_rows import LARGEST_IN_MEMORY, READERS
 from snugfit.errors import UsageError, did_you_mean, one_line, require_packages
 from snugfit.techniques.registry import hooks
 from snugfit.units import show_bytes
-from snugfit.user_files import refuse_unreadable
+from snugfit.user_files import refuse_unreadable, user_path
 
 # ---- arrow -------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,8 @@ def read_rows(
     folders of classes. `columns` gives the column of a role if it has an unusual name: `{"text": "review"}`.
     """
     if isinstance(source, str | os.PathLike):
-        rows = _rows_at(Path(source).expanduser())
+        source = user_path(source)
+        rows = _rows_at(source)
     else:
         rows = _rows_in_memory(source)
     if columns is not None and not isinstance(columns, Mapping):

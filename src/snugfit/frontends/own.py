@@ -37,7 +37,7 @@ from snugfit.training.run.cut_loss import job_with_mixing, weighed_by_items
 from snugfit.training.run.dataset import Source, data_of
 from snugfit.training.run.run import Data, Run
 from snugfit.training.run.train import train as run_to_its_end
-from snugfit.user_files import writable_folder
+from snugfit.user_files import user_path, writable_folder
 
 if TYPE_CHECKING:
     import torch
@@ -314,4 +314,4 @@ def folder_of(output_dir: str | os.PathLike[str]) -> Path:
         raise UsageError(
             f"output_dir is {output_dir!r}; it must be the folder for checkpoints and the journal."
         )
-    return Path(os.path.expanduser(output_dir))
+    return user_path(output_dir)

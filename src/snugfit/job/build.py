@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -49,6 +49,18 @@ class Construction:
     def loaded_dtype(self) -> str:
         """The dtype in which transformers loads the model's weights."""
         return self.dtype
+
+    def doubts(self, config: Mapping[str, Any]) -> Sequence[str]:
+        """Return a warning if the weights that this config describes are quantized, and are not built so."""
+        quantization = ignored_keys(config).get("quantization_config")
+        if not quantization:
+            return ()
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        return (
+            'Its config is for quantized weights ("quantization_config": '
+            f"{method or 'no method named'}). The prediction is for the unquantized model, with its "
+            "weights as the recipe sets them.",
+        )
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Build the model by `make` and return it, with random weights, on the ambient device."""

@@ -129,6 +129,13 @@ class ModelInputs:
         """
         return None
 
+    def correct(self, out: Any, batch: Any) -> Any:
+        """Return a boolean tensor with True for each correct answer of an evaluated batch.
+
+        None for tasks without an accuracy, and for classes in `labels`.
+        """
+        return None
+
 
 @functools.cache
 def added_tasks() -> tuple[AddedTask, ...]:

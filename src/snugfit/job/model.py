@@ -181,22 +181,13 @@ class Model:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Warnings about ignored keys of the config."""
-        ignored = ignored_keys(self.config)
-        sentences = []
-        if "auto_map" in ignored:
-            sentences.append(
-                'Its config names custom code ("auto_map"), which is not run. The prediction is for '
-                f"transformers' own {self.architecture}."
-            )
-        if quantization := ignored.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            sentences.append(
-                'Its config is for quantized weights ("quantization_config": '
-                f"{method or 'no method named'}). The prediction is for the unquantized model, with its "
-                "weights as the recipe sets them."
-            )
-        return tuple(sentences)
+        """Warnings about the config's code, which is ignored."""
+        if "auto_map" not in ignored_keys(self.config):
+            return ()
+        return (
+            'Its config names custom code ("auto_map"), which is not run. The prediction is for '
+            f"transformers' own {self.architecture}.",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the model as a JSON object; `Model.from_json` reads it back, except for a module from

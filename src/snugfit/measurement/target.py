@@ -230,8 +230,9 @@ def child_environment(
         setup, {name: value for name, value in inherited.items() if not _SECRET.search(name)}
     )
     if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
-        cache = inherited.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
+        cache = inherited.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if os.path.isabs(cache):
+            environment.setdefault("PYTHONPYCACHEPREFIX", str(Path(cache) / "snugfit" / "bytecode"))
     source = Path(__file__).resolve().parents[2]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")]
     if source not in installed:  # the child must import the same source tree

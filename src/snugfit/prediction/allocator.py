@@ -86,9 +86,11 @@ class _PoolBlock:
         """Return the bytes that are free or without memory from the block's begin on, up to the first
         allocated block.
         """
-        if self.is_mapped and not self.free:
-            return 0
-        return self.size + (self.after.room if self.after is not None else 0)
+        room = 0
+        block: _PoolBlock | None = self
+        while block is not None and (block.free or not block.is_mapped):
+            room, block = room + block.size, block.after
+        return room
 
 
 class Allocator:

@@ -364,9 +364,9 @@ def calibration_file(gpu: Gpu, gpus: int = 1) -> Path:
     The file is in `$SNUGFIT_RATES`, else in the user's configuration folder.
     """
     folder = os.environ.get("SNUGFIT_RATES")
-    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    config = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     name = f"{gpu.key}-x{gpus}.json" if gpus > 1 else f"{gpu.key}.json"
-    return (Path(folder) if folder else Path(config).expanduser() / "snugfit" / "rates") / name
+    return (Path(folder) if folder else Path(config) / "snugfit" / "rates") / name
 
 
 def _read_calibration(file: Path) -> Rates | None:

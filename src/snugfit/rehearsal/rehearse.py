@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 from snugfit.errors import RehearsalError, SnugfitError, UsageError, some_of
 from snugfit.hub_kernels import import_peft, no_hub_kernels
 from snugfit.job.architectures import class_of
+from snugfit.job.build import Construction
 from snugfit.rehearsal.deep_stack import DEEP_LAYERS, is_deep, run_on_deep_stack
 from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.trace.relative import RelativeTrace
 from snugfit.rehearsal.trace.repeat import ShortRun, repeat, short_run, whole_run
-from snugfit.step.applier import import_code, refuse_rehearsal, rehearsal_context
+from snugfit.step.applier import import_code, model_arguments, refuse_rehearsal, rehearsal_context
 from snugfit.step.loss import AssumedLoss
 from snugfit.step.open_step import open_step
 from snugfit.techniques.registry import features, hooks
@@ -188,7 +189,10 @@ def _record_step(step: Step, policy: Policy, steps: int) -> Recording:
     kind = _recorder_class(step.setup)
     recorder = kind(policy, steps, routing=step.job.routing, hides_masks=step.always_mask)
     recorder.rank, recorder.memory.kind_of = step.rank, step.kind_of
-    for sentence in (*step.job.model.doubts, *step.job.added_task.doubts):
+    model = step.job.model
+    construct = model_arguments(step.setup).get("construct", Construction)
+    of_weights = construct(dtype=step.job.dtype, autocast=None).doubts(model.config)
+    for sentence in (*model.doubts, *of_weights, *step.job.added_task.doubts):
         recorder.warn(sentence)
     gradients = MissingGradients()
     with _without_collector(), contextlib.ExitStack() as stack:

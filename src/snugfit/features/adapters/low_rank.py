@@ -32,7 +32,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +55,7 @@ _PEFTS_TABLE = "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
 
 ARGUMENTS: Mapping[str, Setting] = {
     "lora.r": Setting("r"),
+    "lora.lora_alpha": Setting("alpha"),
     "lora.target_modules": Setting("targets"),
     "lora.lora_dropout": Setting("dropout"),
     "lora.use_dora": Setting("dora"),
@@ -71,7 +72,7 @@ ARGUMENTS: Mapping[str, Setting] = {
 _MORE = {
     "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
     "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
-    "bias": "bias",
+    "bias": "bias", "alpha": "lora_alpha",
 }  # fmt: skip
 """Optional settings of `lora`, each mapped to the argument of `LoraConfig` with the same meaning."""
 
@@ -102,8 +103,8 @@ class LowRank(Technique):
     """Rank of the updates: columns of B and rows of A."""
 
     targets: tuple[Pattern, ...] | None = None
-    """Ends of the names of the modules to adapt, a quoted pattern of whole names, or `all-linear`; by default
-    peft's, or all linear ones without any."""
+    """Ends of names of the modules to adapt, a quoted pattern of whole names, or `all-linear`; by default
+    peft's, or all linear ones."""
 
     dropout: float = between(0.0, 1.0, default=0.0)
     """Share of the inputs of A that is dropped."""
@@ -115,22 +116,25 @@ class LowRank(Technique):
     """True scales updates by alpha / sqrt(r), False by alpha / r."""
 
     save: tuple[str, ...] | None = None
-    """Ends of the names of modules that train whole, beside the adapters."""
+    """Ends of names of modules that train whole, beside the adapters."""
 
     exclude: tuple[Pattern, ...] | None = None
-    """Targets that are not adapted after all: ends of names, or a quoted pattern."""
+    """Targets that are not adapted: ends of names, or a quoted pattern."""
 
     parameters: tuple[Pattern, ...] | None = None
-    """Ends of the names of parameters to adapt, such as the weights of experts."""
+    """Ends of names of parameters to adapt, such as weights of experts."""
 
     layers: tuple[int, ...] | None = None
-    """Numbers of the layers to adapt; by default all."""
+    """Numbers of adapted layers; by default all."""
 
     rank_pattern: tuple[Pattern, ...] | None = None
     """Other ranks, each as a quoted pattern of names, a colon and the rank: `'down_proj:4'`."""
 
     bias: Literal["all", "lora_only"] | None = None
-    """Biases of the model that train too: all of them, or those of adapted modules."""
+    """Biases that train too: all, or those of adapted modules."""
+
+    alpha: int = between(1, 1 << 16, default=8)
+    """Factor of the updates."""
 
     def __post_init__(self) -> None:
         """Raise `RecipeError` for a quoted pattern next to names, or for a rank that is not a number."""
@@ -162,8 +166,8 @@ class LowRank(Technique):
     def adapters(self) -> Call:
         """Return the function call that wraps a model with peft and these settings, as a field of `Setup`."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
-        more = {name: value for name in _MORE if (value := getattr(self, name))}
-        more = {name: list(value) if isinstance(value, tuple) else value for name, value in more.items()}
+        changed = self._changed_settings().items()
+        more = {name: list(value) if isinstance(value, tuple) else value for name, value in changed}
         return Call(path=f"{__name__}:adapt", arguments=arguments | more)
 
     def code(self, job: Job) -> tuple[str, ...]:
@@ -177,7 +181,7 @@ class LowRank(Technique):
             r=self.r,
             targets=self.targets or (() if chosen_by_peft(job.model) else default_targets(job.model)),
             dropout=self.dropout,
-            **{name: getattr(self, name) for name in _MORE},
+            **self._changed_settings(),
         )
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
         shown = shown.replace("'", '"')  # neither peft's words nor recipes contain quotes
@@ -186,6 +190,12 @@ class LowRank(Technique):
             "",
             f"model = get_peft_model(model, LoraConfig({shown}))",
         )
+
+    def _changed_settings(self) -> dict[str, Any]:
+        """Return the optional settings of `lora` that are not peft's default."""
+        optional = [declared for declared in fields(self) if declared.name in _MORE]
+        values = {declared.name: getattr(self, declared.name) for declared in optional}
+        return {one.name: values[one.name] for one in optional if values[one.name] != one.default}
 
     @property
     def trained_rank(self) -> int:

@@ -202,7 +202,7 @@ def calibrate(
     probed = machine()
     rates, unmeasured = _with_power(rates, probed)
     prices = probed.get("host", {}).get("prices", {})
-    has_prices = gpus == 1 and bool(prices and PACKAGED_PRICES)
+    has_prices = gpus == 1 and any(prices.get(name, 0.0) > 0 for name in PACKAGED_PRICES)
     if has_prices:
         known = packaged_rates(find_gpu(REFERENCE)).host
         rates = replace(rates, host=host_at(known, prices, PACKAGED_PRICES), calibrated=True)

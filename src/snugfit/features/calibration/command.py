@@ -41,14 +41,15 @@ def calibrate(gpus: Gpus = 1, as_json: given.AsJson = False) -> None:
     from snugfit.job.gpu import find_gpu
     from snugfit.prediction.rates import calibration_file
     from snugfit.report.text.terminal import show, show_json
+    from snugfit.user_files import user_path
 
     if gpus > 1:
         refuse_more_than_here(gpus, "cuda")
     gpu = find_gpu(name)
+    file = user_path(calibration_file(gpu, gpus))
     with show_progress(f"calibrating {gpu.name}") as tell:
         calibration = run(gpu, gpus=gpus, tell=tell)
     document = calibration.to_json()
-    file = calibration_file(gpu, gpus)
     _write(file, document)
     if as_json:
         show_json(document)

@@ -67,12 +67,13 @@ def host_at(
 ) -> HostLaunchCosts:
     """Return the costs on a host with these prices.
 
-    `known` are the costs on the host whose prices are `reference`. A sort without a price takes the geometric
-    mean of the other ratios. Raises `ValueError` without any common sort.
+    `known` are the costs on the host whose prices are `reference`. A sort without a price above 0 takes the
+    geometric mean of the other ratios. Without any, the costs stay as they are.
     """
-    ratios = {name: prices[name] / reference[name] for name in FIELDS if name in prices and name in reference}
-    if not ratios:
-        raise ValueError("no price of the host was measured")
+    shared = [name for name in FIELDS if prices.get(name, 0.0) > 0 and reference.get(name, 0.0) > 0]
+    if not shared:
+        return known
+    ratios = {name: prices[name] / reference[name] for name in shared}
     usual = math.exp(statistics.fmean(map(math.log, ratios.values())))
     factors = {field: ratios.get(name, usual) for name, fields in FIELDS.items() for field in fields}
     return HostLaunchCosts(**{name: seconds * factors[name] for name, seconds in asdict(known).items()})
@@ -111,8 +112,10 @@ def measure_prices(device: str = "cuda", *, slices: int = SLICES, compiled: bool
         disturbed = core.disturbed_share()
     finally:
         core.release()
-    # A chain of three modules launches one kernel.
-    prices["module"] = max(0.0, prices["module"] - prices["launch"]) / 3
+    # A chain of three modules launches one kernel. Without the price of a launch, theirs is not known.
+    chain = prices.pop("module", None)
+    if chain is not None and "launch" in prices:
+        prices["module"] = max(0.0, chain - prices["launch"]) / 3
     return {"prices": prices, "p90": p90, "disturbed": disturbed, "failed": failed}
 
 

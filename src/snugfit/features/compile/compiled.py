@@ -138,23 +138,21 @@ class Compiled(Technique):
     """Layers fill a key-value cache, so torch compiles each separately, up to `limit`."""
 
     limit: int = between(1, MOST_PROGRAMS, RECOMPILE_LIMIT)
-    """The `recompile_limit` of torch."""
+    """The `recompile_limit` of torch. Another than 8 sets `cache`."""
 
     def __post_init__(self) -> None:
         """Check the settings. Raises `RecipeError` for invalid values, a mode of a backend without modes,
-        layers with autocast `within`, and a cache or a limit without meaning.
+        layers with autocast `within`, and a cache that is not simulated.
         """
         super().__post_init__()
+        # Layers without a cache are one program, so the limit is for those with a cache.
+        if self.limit != RECOMPILE_LIMIT:
+            object.__setattr__(self, "cache", True)
         if self.cache and (self.what == "model" or self._wish.records_graphs or self.backend != "inductor"):
             raise RecipeError(
-                "compiled: cache is true, and only layers compiled by inductor without CUDA graphs are "
+                "compiled: layers fill a cache, and only layers compiled by inductor without CUDA graphs are "
                 "simulated with a cache. Set model.config.use_cache = False in the script, and leave "
-                "cache=true out."
-            )
-        if self.limit != RECOMPILE_LIMIT and not self.cache:
-            raise RecipeError(
-                f"compiled: limit is {self.limit}, which needs cache=true. Try 'compiled(cache=true, "
-                f"limit={self.limit})', or leave it out."
+                "cache and limit out."
             )
         # Layers are compiled inside of the model's autocast in any case.
         if self.autocast == "within" and self.what == "layers":

@@ -27,7 +27,7 @@ KEYS = ("gpu", "headroom")
 def config_file() -> Path:
     """Return the path of the user's defaults, `snugfit/config.yaml` in `$XDG_CONFIG_HOME` or `~/.config`."""
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(folder).expanduser() / "snugfit" / "config.yaml"
+    return Path(os.path.expanduser(folder)) / "snugfit" / "config.yaml"
 
 
 def user_defaults() -> dict[str, tuple[str, str]]:

@@ -93,6 +93,9 @@ class Dialect:
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     """Values that the library uses for keys that are missing in the file."""
 
+    multiples: Mapping[str, Any] = field(default_factory=dict)
+    """Another key and a factor for keys that are missing in the file: the value is their product."""
+
     unsure: list[str] = field(default_factory=list)
     """Keys whose defaults depend on the user's training script."""
 

@@ -27,18 +27,10 @@ if TYPE_CHECKING:
     from snugfit.job.job import Job
     from snugfit.techniques.recipe import Recipe
 
-ALPHA = 8
-"""LoRA's `lora_alpha` in exported files. It is peft's default, with which `lora` trains; LLaMA-Factory's own
-default is twice the rank.
-"""
-
 _DATASET = "DATASET"
 """Placeholder for the user's own dataset."""
 
-_HYPERPARAMETERS = (
-    "The learning rate is constant, lora_alpha is peft's 8, and there is one epoch: set your own, they "
-    "change no byte."
-)
+_HYPERPARAMETERS = "The learning rate is constant, and there is one epoch: set your own, they change no byte."
 
 NOTES = {
     "trl": "Predicted with sequences that fill max_length. TRL 1.16 always computes the loss in chunks, "
@@ -86,7 +78,7 @@ def trl_script(job: Job, recipe: Recipe) -> str:
     script = script_values(job, recipe, "trl", dotted, training_arguments=arguments)
     lora = _lora(job, recipe)
     if lora:
-        script["lora"] = {"r": lora["r"], "lora_alpha": ALPHA, **lora, "task_type": "CAUSAL_LM"}
+        script["lora"] = {**lora, "task_type": "CAUSAL_LM"}
     head = _head(job, "trl")
     return write_script("trl", {"lora": None, "dataset": _DATASET, "head": head, **script})
 
@@ -119,8 +111,8 @@ def axolotl_config(job: Job, recipe: Recipe) -> str:
         targets = lora["target_modules"]
         chosen = {"lora_target_linear": True} if targets == ALL_LINEAR else {"lora_target_modules": targets}
         adapter = {
-            "adapter": "qlora" if four_bits else "lora", "lora_r": lora["r"], "lora_alpha": ALPHA,
-            "lora_dropout": lora["lora_dropout"],
+            "adapter": "qlora" if four_bits else "lora", "lora_r": lora["r"],
+            "lora_alpha": lora["lora_alpha"], "lora_dropout": lora["lora_dropout"],
             **chosen, **{f"peft_{name}": True for name in _VARIANTS if lora.get(name)},
             # axolotl's own kernels for adapters are not predicted, so they are off.
             "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
@@ -241,7 +233,7 @@ def llamafactory_config(job: Job, recipe: Recipe) -> str:
                 "llamafactory", recipe[Slot.ADAPTERS], "it takes names of modules as targets, and no pattern"
             )
         method = {
-            "finetuning_type": "lora", "lora_rank": lora["r"], "lora_alpha": ALPHA,
+            "finetuning_type": "lora", "lora_rank": lora["r"], "lora_alpha": lora["lora_alpha"],
             "lora_dropout": lora["lora_dropout"],
             "lora_target": "all" if targets == ALL_LINEAR else ",".join(targets),
             **{name: True for name in _VARIANTS if lora.get(name)},
@@ -309,7 +301,7 @@ def _trainer_arguments(job: Job, recipe: Recipe, to: str) -> dict[str, Any]:
 def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
     """Return LoRA's arguments, with the adapted modules by name; None where all weights train.
 
-    They are `r`, `lora_dropout`, `target_modules` and the switches of `_VARIANTS`.
+    They are `r`, `lora_alpha`, `lora_dropout`, `target_modules` and the switches of `_VARIANTS`.
     """
     dotted = write_arguments(recipe)[0]
     if dotted.get("lora.r") is None:
@@ -318,8 +310,8 @@ def _lora(job: Job, recipe: Recipe) -> dict[str, Any] | None:
     targets = adapted if isinstance(adapted, str) else list(adapted)
     variants = {name: True for name in _VARIANTS if dotted[f"lora.{name}"]}
     return {
-        "r": dotted["lora.r"], "lora_dropout": dotted["lora.lora_dropout"], "target_modules": targets,
-        **variants,
+        **{name: dotted[f"lora.{name}"] for name in ("r", "lora_alpha", "lora_dropout")},
+        "target_modules": targets, **variants,
     }  # fmt: skip
 
 

@@ -190,6 +190,9 @@ class _Reader:
         # Only a shell command has a launcher, whose defaults then apply.
         unsaid = {key: value for key, value in of_commands.items() if key.startswith("launcher.")}
         given = {**unsaid, **table.unsaid, **written}
+        for key, (other, factor) in table.multiples.items():
+            if given.get(key) is None and isinstance(given.get(other), int):
+                given[key] = factor * given[other]
         of_script = document.format == "python"
         # List elements come first, so that a separate key overrides them.
         for key in sorted(given, key=lambda key: f"{key}[]" not in table.becomes):

@@ -401,6 +401,16 @@ class SegmentedPictures(ModelInputs):
         """Return the number of pixels with a class. The loss is their mean."""
         return int((batch["labels"] != UNLABELLED).sum())
 
+    def correct(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return True for each labelled pixel whose class is found: the pixel accuracy of arXiv 1411.4038,
+        section 5. Logits (B, C, h, w) are scaled to the labels' size (B, H, W) first.
+        """
+        from torch.nn.functional import interpolate
+
+        labels: torch.Tensor = batch["labels"]
+        scaled = interpolate(out.logits, size=labels.shape[-2:], mode="bilinear", align_corners=False)
+        return (scaled.argmax(1) == labels)[labels != UNLABELLED]
+
 
 class Videos(ModelInputs):
     """Input type of models that classify videos, with synthetic batches and labels."""

@@ -56,6 +56,7 @@ from snugfit.features.media.videos import VideoPreprocessor
 from snugfit.job.inputs import has_seconds, has_target
 from snugfit.job.job import Job, Task
 from snugfit.job.weights import own_folder as folder_of_model
+from snugfit.user_files import user_path
 
 if TYPE_CHECKING:
     import torch
@@ -420,7 +421,7 @@ def has_processor(value: Any, job: Job) -> bool:
     job's task.
     """
     if isinstance(value, str | os.PathLike):
-        return any((Path(value).expanduser() / name).exists() for name in FILES)
+        return any((user_path(value) / name).exists() for name in FILES)
     return hasattr(value, _KINDS[job.task][0])
 
 

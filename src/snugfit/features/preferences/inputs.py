@@ -88,6 +88,15 @@ class Pairs(ModelInputs):
         """Return the number of samples, over which the loss is a mean."""
         return len(batch["input_ids"])
 
+    def correct(self, out: Any, batch: Any) -> torch.Tensor | None:
+        """Return True for each pair whose chosen answer has the higher score, (B), as TRL's
+        `rewards/accuracies`. None for tasks without pairs of scores.
+        """
+        scores: torch.Tensor = out["logits"]
+        # KTO has one score in a sample, and tasks with advantages have tokens (B, S).
+        has_pairs = scores.ndim == 2 and batch["input_ids"].ndim == 3
+        return scores[:, 0] > scores[:, 1] if has_pairs else None
+
     def of_job(self, job: Job, config: Any) -> PairInputs:
         """Return the maker of the job's pairs."""
         # Settings of another phase have no length of answers.

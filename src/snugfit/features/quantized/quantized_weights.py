@@ -9,7 +9,7 @@ simulation takes the same path on shapes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,10 @@ class QuantizedConstruction(Construction):
             arguments = loading_arguments(self.config(model), getattr(torch, self.loaded_dtype))
         # With a device map, transformers quantizes tensor by tensor on the device.
         return {**arguments, "device_map": {"": torch.get_default_device()}}
+
+    def doubts(self, config: Mapping[str, Any]) -> Sequence[str]:
+        """Return no warning for experts that are built in the format of their files."""
+        return () if self.experts == MXFP4 and is_mxfp4(config) else super().doubts(config)
 
     def refuse_weights(self, weights: Path, config: Mapping[str, Any]) -> None:
         """Raise `ModelError` for a folder whose weights have another format."""

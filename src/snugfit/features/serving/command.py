@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -260,13 +259,15 @@ def _card(name: str | None, memory: str | None) -> Gpu:
 
 def _find(name: str, *, online: bool) -> Model | GgufHeader:
     """Return the model of this name, or the header of a GGUF file."""
+    from snugfit.user_files import user_path
+
     if name.lower().endswith(".gguf"):
         from snugfit.features.serving.gguf import read_gguf
 
-        return read_gguf(Path(name).expanduser())
+        return read_gguf(user_path(name))
     from snugfit.features.serving.weights import check_headers
     from snugfit.job.model import Model
 
     model = Model.find(name, online=online, tell=lambda sentence: typer.echo(sentence, err=True))
-    check_headers(Path(name).expanduser())
+    check_headers(user_path(name))
     return model

@@ -3,7 +3,8 @@
 transformers' encoders have no such loss. The model's forward pass is replaced, so that weights keep their
 names, and checkpoints are those of the encoder. The loss is `MultipleNegativesRankingLoss` of
 sentence-transformers: the cross-entropy of scaled cosine similarities between the means of hidden states. As
-there, the encoder runs once for the first texts and once for their partners.
+there, the encoder runs once for the first texts and once for their partners. On several GPUs each compares
+the pairs of its own batch (`gather_across_devices=False`, the default there).
 
 | texts of a batch                 | shape           |
 |----------------------------------|-----------------|
@@ -36,6 +37,9 @@ def add_contrastive_loss(model: Any) -> nn.Module:
     Return the encoder.
     """
     encoder: nn.Module = model
+    # The loss uses no output of a pooler, and DDP waits for a gradient of each weight that trains.
+    if (pooler := getattr(encoder, "pooler", None)) is not None:
+        pooler.requires_grad_(False)
     encoder.forward = OwnForward(partial(_compare, forward_of(encoder)), encoder)
     return encoder
 

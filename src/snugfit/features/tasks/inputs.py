@@ -79,6 +79,14 @@ class QuestionInputs(ModelInputs):
         """Return the number of samples, over which the losses of first and last tokens are averaged."""
         return len(batch["start_positions"])
 
+    def correct(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return True for each answer whose first and last token are both found: the exact match of SQuAD
+        (arXiv 1606.05250, section 6.1) on tokens, (B).
+        """
+        starts, ends = (getattr(out, f"{end}_logits").argmax(-1) for end in ("start", "end"))
+        is_correct: torch.Tensor = (starts == batch["start_positions"]) & (ends == batch["end_positions"])
+        return is_correct
+
 
 class ChoiceInputs(ModelInputs):
     """Input type of models that choose one of several texts. The job's `labels` is the number of choices."""
@@ -113,6 +121,14 @@ class EmbeddingInputs(ModelInputs):
     def label_items(self, batch: Mapping[str, Any]) -> int:
         """Return the number of pairs."""
         return len(batch["input_ids"])
+
+    def correct(self, out: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return True for each text whose partner is the most similar of the batch (arXiv 2004.04906, section
+        3.2), (B).
+        """
+        nearest = out["logits"].argmax(-1)
+        is_correct: torch.Tensor = nearest == nearest.new_tensor(range(len(nearest)))
+        return is_correct
 
 
 QUESTION_INPUTS, CHOICE_INPUTS, EMBEDDING_INPUTS = QuestionInputs(), ChoiceInputs(), EmbeddingInputs()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,13 @@ still reads.
 EXPANDABLE = "expandable_segments:True"
 
 
+def allocator_options() -> tuple[str, str]:
+    """Return the variable that sets options of CUDA's allocator in this process, and the options; empty texts
+    without any.
+    """
+    return next(((name, os.environ[name]) for name in ALLOCATOR_VARIABLES if os.environ.get(name)), ("", ""))
+
+
 class ExpandableSegmentsHandler(Handler):
     """Handler of the CUDA allocator's expandable segments. An exported script sets an environment variable,
     which the technique's counterparts name.
@@ -83,10 +92,22 @@ class ExpandableSegmentsHandler(Handler):
     wish, slot, stage = "expandable_segments", Slot.ALLOCATOR, InstallStage.PROCESS
 
     def set_process(self, value: bool, device: torch.device) -> None:
-        """Set the options of CUDA's allocator in this process, even after it has allocated memory."""
-        import torch
+        """Set the options of CUDA's allocator in this process, even after it has allocated memory. Warn of
+        other options in the environment.
+        """
+        if device.type != "cuda":
+            return
+        name, options = allocator_options()
+        if options not in ("", EXPANDABLE if value else ""):
+            remedy = "" if value else ", or add expandable to the recipe"
+            logging.getLogger("snugfit").warning(
+                "%s is %s, and the recipe has %s expandable: the allocator's reserve may differ from the "
+                "prediction. Unset the variable%s.",
+                name, options, "" if value else "no", remedy if EXPANDABLE in options else "",
+            )  # fmt: skip
+        if value:
+            import torch
 
-        if value and device.type == "cuda":
             torch.cuda.memory._set_allocator_settings(EXPANDABLE)
 
     def environment(self, value: bool) -> Mapping[str, str | None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from snugfit.errors import SnugfitError
 from snugfit.step.applier import engine_of, loader_arguments
+from snugfit.training.checkpoint.adapters import is_adapted
 from snugfit.training.checkpoint.parts import state_parts
 from snugfit.training.checkpoint.state import RunProgress, TrainState, snapshot
 from snugfit.training.recovery import Exhausted
@@ -202,7 +203,9 @@ class ActiveRun:
 
     def save_end(self) -> None:
         """Save the checkpoint of the run's end, with the whole model even if its weights are sharded."""
-        if self._is_sharded and not self._keeps_whole() and self._has_stepped:
+        # Each checkpoint of adapters is whole.
+        in_parts = self._is_sharded and not is_adapted(self.state.model)
+        if in_parts and not self._keeps_whole() and self._has_stepped:
             self._is_ended, self._checkpoints.saved_step = True, None
         self.save()
 

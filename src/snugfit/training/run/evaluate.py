@@ -1,4 +1,4 @@
-"""Evaluation: the loss and, for classifiers, the share of correct predictions.
+"""Evaluation: the loss and, for tasks with right answers, the share of them.
 
 The state of the training is unchanged: no gradients, no dropout, no random numbers, and the model keeps its
 mode. The loss is the mean over all counted items of the data, independent of the batches.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from snugfit.job.batch import IGNORED, label_items
-from snugfit.job.inputs import has_classes
+from snugfit.job.inputs import has_classes, inputs_of
 from snugfit.step.applier import loader_arguments
 from snugfit.step.batches import place
 from snugfit.step.loss import loss_of
@@ -37,7 +37,8 @@ class EvaluationResult:
     """Mean loss over all samples, or over all tokens that have a label."""
 
     accuracy: float | None
-    """Share of correct predictions, from 0 to 1; None for a task without classes."""
+    """Share of correct answers, from 0 to 1: classes of samples, tokens or pixels, exact spans, and ordered
+    pairs. None for a task without them."""
 
     def metric(self, name: str) -> float:
         """Return the loss or the accuracy by its name; NaN if the evaluation has no accuracy."""
@@ -67,6 +68,7 @@ def evaluate(
 
     before = model.training
     model.eval()
+    inputs = inputs_of(job.task, job.model.architecture)
     counts, lost, items, right, answers = has_classes(job.task) and job.labels > 1, 0.0, 0, 0, 0
     try:
         for host, is_counted in batches:
@@ -81,12 +83,13 @@ def evaluate(
                 continue
             lost += float(loss_of(out)) * share
             items += share
+            correct = inputs.correct(out, batch)
             # Segmentation has its classes in another dimension, and at a lower resolution.
             if counts and out.logits.shape[:-1] == batch["labels"].shape:
                 labels = batch["labels"]
-                valid = labels != IGNORED
-                right += int(((out.logits.argmax(-1) == labels) & valid).sum())
-                answers += int(valid.sum())
+                correct = (out.logits.argmax(-1) == labels)[labels != IGNORED]
+            if correct is not None:
+                right, answers = right + int(correct.sum()), answers + correct.numel()
     finally:
         model.train(before)
     lost, all_items, correct_sum, all_answers = ranks.sum_parts([lost, items, right, answers])

@@ -10,7 +10,7 @@ import torch
 from fitted import quiet, spoken, trainer_of
 from fitted import trained as trained_by
 from small_models import small_job
-from small_runs import assert_same_weights, killed_in, losses, small_run
+from small_runs import resumed_as_whole, small_run
 from snugfit import fit
 from snugfit.errors import RecipeError, UsageError
 from snugfit.features.adapters.feature import names_layers
@@ -24,7 +24,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model, build_optimizer
 from snugfit.step.wishes.handler import ScriptContext
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.run.train import train
 from test_law_rehearsed_equals_real import hold_to_reports, job
 
 
@@ -164,11 +163,7 @@ def test_an_exported_script_freezes_the_same_parameters() -> None:
 @pytest.mark.whole
 def test_a_killed_run_with_frozen_parts_goes_on(tmp_path: Path) -> None:
     recipe = "frozen(parts=embeddings|encoder.layer.0)"
-    whole = train(small_run(tmp_path / "whole", recipe, max_steps=4, save_steps=2))
-    killed_in(small_run(tmp_path / "cut", recipe, max_steps=4, save_steps=2), 3)
-    again = train(small_run(tmp_path / "cut", recipe, max_steps=4, save_steps=2))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert_same_weights(whole.model, again.model)
+    again = resumed_as_whole(small_run(tmp_path, recipe, max_steps=4, save_steps=2), 3)
     assert {one.requires_grad for one in again.model.parameters()} == {True, False}
 
 

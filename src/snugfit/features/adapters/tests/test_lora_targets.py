@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from small_models import small_job
 from snugfit.errors import RecipeError
 from snugfit.features.adapters import low_rank
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from test_bad_input_models import BERT, job_of
 
 
@@ -22,6 +24,20 @@ def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: 
     assert re.search(rf"no default targets for {facts['model_type']}.*lora\(targets=all-linear\)", said)
     assert not Recipe.parse("lora(targets=all-linear)").check(job_of(facts, task))
     assert not Recipe.parse("lora").check(job_of(BERT, "masked-lm"))
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"), [("lora(r=4)", 2), ("lora(r=4, alpha=12)", 3), ("lora(r=4, alpha=12, rslora=true)", 6)]
+)
+def test_updates_are_scaled_by_alpha(text: str, scale: float) -> None:
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    job, recipe = small_job("bert", 1), Recipe.parse(text)
+    model = build_model(job, recipe.setup(), torch.device("meta"))
+    scales = [
+        layer.scaling for layer in model.modules() if hasattr(layer, "scaling") and hasattr(layer, "lora_A")
+    ]
+    assert scales == [{"default": scale}] * 2
+    assert [line for line in recipe[Slot.ADAPTERS].code(job) if "lora_alpha=12" in line or scale == 2]
 
 
 def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:

@@ -16,6 +16,7 @@ from small_models import small_job
 from snugfit.cli.main import run
 from snugfit.cli.plan_cache import key_of
 from snugfit.errors import GpuError, SnugfitError
+from snugfit.features.calibration import host_probe
 from snugfit.features.calibration.calibrate import (
     ATTEMPTS,
     Calibration,
@@ -28,7 +29,7 @@ from snugfit.features.calibration.calibrate import (
 )
 from snugfit.features.calibration.command import sentence_about_others
 from snugfit.features.calibration.feature import CalibrationFeature
-from snugfit.features.calibration.host_probe import FIELDS, measure_prices
+from snugfit.features.calibration.host_probe import FIELDS, host_at, measure_prices
 from snugfit.features.calibration.power_fit import fit_power
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -224,6 +225,10 @@ def test_prices_of_the_host_replace_its_probes(monkeypatch: pytest.MonkeyPatch) 
     assert found.host.generated == pytest.approx(2 ** (1 / 7) * known.host.generated)
     assert "host" not in {reading.probe.corrects for reading in readings}
     assert found.calibrated
+    # A price of zero is no measurement, and without any other price the costs stay.
+    none = {"module": 0.0}
+    assert host_at(known.host, prices | none, packaged).module < 2 * known.host.module
+    assert host_at(known.host, none, packaged) == known.host
 
 
 def test_prices_are_measured_without_a_gpu_too() -> None:
@@ -231,6 +236,17 @@ def test_prices_are_measured_without_a_gpu_too() -> None:
     assert measured["prices"].keys() == FIELDS.keys() - {"program"}
     assert all(seconds >= 0 for seconds in measured["prices"].values())
     assert not measured["failed"]
+
+
+def test_the_price_of_modules_needs_that_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> float:
+        raise RuntimeError("out of memory")
+
+    works = [("launch", fail, 1), ("module", lambda: 3e-6, 1), ("tensor", lambda: 1e-6, 1)]
+    monkeypatch.setattr(host_probe, "_works", lambda device, compiled: works)
+    measured = measure_prices("cpu", slices=2)
+    assert measured["prices"] == {"tensor": 1e-6}
+    assert measured["failed"] == {"launch": "out of memory"}
 
 
 def test_a_probe_s_own_error_is_no_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,10 +95,14 @@ def test_a_script_that_compiles_layers_is_read_with_its_cache(tmp_path: Path, li
     ("words", "told"),
     [
         ("compiled(what=model, cache=true)", "use_cache = False"),
-        ("compiled(limit=9)", "needs cache=true"),
+        ("compiled(what=model, limit=9)", "use_cache = False"),
         ("compiled(cache=true, limit=0)", "1 to 256|from 1"),
     ],
 )
 def test_a_cache_or_limit_without_meaning_is_refused(words: str, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         Recipe.parse(words)
+
+
+def test_a_limit_is_one_of_layers_with_a_cache() -> None:
+    assert Recipe.parse("compiled(limit=9)") == Recipe.parse("compiled(cache=true, limit=9)")

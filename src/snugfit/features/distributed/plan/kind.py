@@ -61,7 +61,8 @@ def counts_of(gpus: int | Sequence[int], job: Job, fixed: Kept) -> list[int]:
     asked = sorted({gpus} if isinstance(gpus, int) else set(gpus))
     wrong = [count for count in asked if type(count) is not int or not 1 <= count <= MOST_GPUS]
     if wrong or not asked:
-        raise UsageError(f"gpus is {gpus!r}; it must be whole numbers from 1 to {MOST_GPUS:,}.")
+        given = ", ".join(map(repr, wrong)) or "empty"
+        raise UsageError(f"gpus is {given}; it must be whole numbers from 1 to {MOST_GPUS:,}.")
     even = [count for count in asked if job.batch_size % count == 0 or any(_all_ways(job, count, fixed))]
     if not even:
         raise UsageError(

@@ -135,6 +135,16 @@ def test_a_sharded_run_resumes_from_adapters_of_one_process(tmp_path: Path, fork
     same_parameters(weights_in(tmp_path / "run", LAST), weights_in(tmp_path / "alone", LAST))
 
 
+@pytest.mark.slow
+def test_a_run_that_ends_early_saves_its_adapters_once(tmp_path: Path, forks: Forks) -> None:
+    ends = {"eval_strategy": "steps", "early_stopping_patience": 1, "early_stopping_threshold": 1e9}
+    every = {"eval_steps": 1, **HOW, "save_steps": 1}
+    assert trained(forks, tmp_path, 2, recipe="fsdp + lora(r=4)", **every, **ends) == [0, 0]
+    saved = [event["step"] for event in events(tmp_path, "saved")]
+    assert saved == [*range(1, len(saved) + 1)]
+    assert len(saved) < LAST
+
+
 # ---- plans -----------------------------------------------------------------------------------------------
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bare_process import script_in_triton
 from small_models import small_job
-from small_runs import assert_same_weights, bert_job, killed_in, losses, small_run
+from small_runs import bert_job, resumed_as_whole, small_run
 from snugfit.errors import RecipeError
 from snugfit.features.engine.masters import compact
 from snugfit.features.engine.masters.adamw import MasterAdamW
@@ -24,7 +23,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.run.train import train
 from third_step import hold_third_step
 from tiers import crossed, slow_but
 
@@ -146,12 +144,7 @@ def test_bytes_of_an_element(recipe: str, states: float, moved: float) -> None:
 @pytest.mark.parametrize("recipe", slow_but([RECIPE, IN_24_BITS, "adamw_compact"], 1))
 def test_a_run_that_is_resumed_is_the_run(recipe: str, tmp_path: Path) -> None:
     """Stochastic rounding depends on the step's number, so weights and losses are equal bit for bit."""
-    options: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
-    whole = train(small_run(tmp_path / "whole", recipe, **options))
-    killed_in(small_run(tmp_path / "killed", recipe, **options), 3)
-    again = train(small_run(tmp_path / "killed", recipe, **options))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
-    assert_same_weights(whole.model, again.model)
+    resumed_as_whole(small_run(tmp_path, recipe, max_steps=4, save_steps=2), 3)
 
 
 @pytest.mark.whole

@@ -146,15 +146,9 @@ def test_what_was_to_be_clipped_is_not_clipped_twice() -> None:
 @pytest.mark.whole
 def test_a_run_that_is_resumed_is_the_run(tmp_path: Path) -> None:
     """The run clips. Losses, norms and weights equal the uninterrupted run's, bit for bit."""
-    from small_runs import assert_same_weights, killed_in, losses, small_run
-    from snugfit.training.run.train import train
+    from small_runs import resumed_as_whole, small_run
 
-    recipe, options = "bf16_master + adamw_fused", {"max_steps": 4, "save_steps": 2}
-    whole = train(small_run(tmp_path / "whole", recipe, **options))
-    killed_in(small_run(tmp_path / "killed", recipe, **options), 3)
-    again = train(small_run(tmp_path / "killed", recipe, **options))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
-    assert_same_weights(whole.model, again.model)
+    resumed_as_whole(small_run(tmp_path, "bf16_master + adamw_fused", max_steps=4, save_steps=2), 3)
 
 
 # ---- tables of a GPU, on shapes --------------------------------------------------------------------------

@@ -16,7 +16,16 @@ from run_again import captured_on_cpu
 
 from bare_process import script_in_triton
 from small_models import small_job
-from small_runs import CPU, assert_same_weights, bert_job, events, killed_in, losses, small_run
+from small_runs import (
+    CPU,
+    assert_same_weights,
+    bert_job,
+    events,
+    killed_in,
+    losses,
+    resumed_as_whole,
+    small_run,
+)
 from snugfit.errors import RecipeError, SnugfitError, UsageError
 from snugfit.features.engine.masters.adamw import norm_in_fp32
 from snugfit.features.engine.masters.one_weight import MasterUpdates
@@ -200,11 +209,7 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip:
 def test_bfloat16_weights_go_on_where_they_were_killed(tmp_path: Path, recipe: str) -> None:
     """The random numbers of the rounding come from the generator whose state a checkpoint has."""
     job, text = bert_job(clip=None, layers=2), f"{recipe} + released"
-    whole = train(small_run(tmp_path / "whole", text, job=job))
-    killed_in(small_run(tmp_path / "killed", text, job=job, save_steps=5), 8)
-    resumed = train(small_run(tmp_path / "killed", text, job=job, save_steps=5))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
-    assert_same_weights(resumed.model, whole.model)
+    resumed_as_whole(small_run(tmp_path, text, job=job, save_steps=5), 8)
 
 
 @pytest.mark.whole

@@ -14,14 +14,13 @@ from run_again import captured_on_cpu
 from test_released import job_of, run, states_by_name
 
 from small_models import small_job
-from small_runs import assert_same_weights, bert_job, killed_in, losses, small_run
+from small_runs import assert_same_weights, bert_job, resumed_as_whole, small_run
 from snugfit.errors import RecipeError
 from snugfit.features.engine.masters.adamw import norm_in_fp32
 from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step import clipping
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.run.train import train
 from third_step import hold_third_step
 
 CLIP = 0.05
@@ -89,11 +88,7 @@ def test_replayed_passes_are_those_of_the_loop() -> None:
 @pytest.mark.whole
 def test_a_resumed_run_clips_by_the_norm_of_its_checkpoint(tmp_path: Path) -> None:
     job, recipe = bert_job(clip=CLIP), "bf16_master + released_late"
-    whole = train(small_run(tmp_path / "whole", recipe, job=job))
-    killed_in(small_run(tmp_path / "killed", recipe, job=job, save_steps=5), 8)
-    resumed = train(small_run(tmp_path / "killed", recipe, job=job, save_steps=5))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
-    assert_same_weights(resumed.model, whole.model)
+    resumed_as_whole(small_run(tmp_path, recipe, job=job, save_steps=5), 8)
 
 
 @pytest.mark.whole

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import gan_of
 from torch import nn
 
 import snugfit
@@ -30,26 +31,7 @@ LOSS_OUTSIDE = 256
 Run = Callable[[], Any]
 
 
-def gan(batch_size: int, device: torch.device) -> Run:
-    """Return the step of two networks with an optimizer each."""
-    maker = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 96)).to(device)
-    judge = nn.Sequential(nn.Linear(96, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)).to(device)
-    of_maker = torch.optim.Adam(maker.parameters())
-    of_judge = torch.optim.SGD(judge.parameters(), lr=0.1, momentum=0.9)
-    criterion = nn.BCEWithLogitsLoss()
-
-    def step() -> None:
-        real = torch.rand(batch_size, 96, device=device)
-        fake = maker(torch.randn(batch_size, 16, device=device))
-        ones, zeros = torch.ones(batch_size, 1, device=device), torch.zeros(batch_size, 1, device=device)
-        of_judge.zero_grad()
-        (criterion(judge(real), ones) + criterion(judge(fake.detach()), zeros)).backward()
-        of_judge.step()
-        of_maker.zero_grad()
-        criterion(judge(fake), ones).backward()
-        of_maker.step()
-
-    return step
+gan = gan_of(16, 64, 96)
 
 
 def vision(batch_size: int, device: torch.device) -> Run:

@@ -113,7 +113,8 @@ def test_a_llama_factory_file(tmp_path: Path) -> None:
     assert reading.settings == {
         "model": "meta-llama/Llama-3.2-1B", "task": "causal-lm", "sequence_length": 1024, "batch_size": 8,
         "learning_rate": 1e-4, "loop": "trainer",
-        "recipe": "lora(r=16, targets=q_proj|v_proj) + bf16 + every_layer + micro_batches(8) + adamw_fused",
+        "recipe": "lora(r=16, targets=q_proj|v_proj, alpha=32) + bf16 + every_layer + micro_batches(8) + "
+        "adamw_fused",
     }  # fmt: skip
     assert not reading.refused
     assert {"template", "dataset"} <= keys(reading.ignored)
@@ -124,7 +125,7 @@ def test_a_llama_factory_file(tmp_path: Path) -> None:
     assert "lora" not in whole.settings["recipe"]
     eight = read(tmp_path, "e.yaml", LLAMA_FACTORY + "quantization_bit: 8\n")
     assert not eight.refused
-    assert eight.settings["recipe"].startswith("qlora(r=16, targets=q_proj|v_proj, bits=8) + ")
+    assert eight.settings["recipe"].startswith("qlora(r=16, targets=q_proj|v_proj, alpha=32, bits=8) + ")
 
 
 def dtype_of(folder: Path, name: str, text: str) -> str | None:
@@ -191,7 +192,7 @@ def test_an_unsloth_script(tmp_path: Path) -> None:
     assert reading.settings["sequence_length"] == 2048
     assert reading.settings["batch_size"] == 8
     assert reading.settings["recipe"] == (
-        "lora(r=32, targets=q_proj|v_proj) + bf16 + chunked_loss + every_layer + micro_batches(4) "
+        "lora(r=32, targets=q_proj|v_proj, alpha=16) + bf16 + chunked_loss + every_layer + micro_batches(4) "
         "+ adamw_8bit"
     )
     assert not reading.refused

@@ -128,15 +128,15 @@ def test_an_axolotl_file(tmp_path: Path) -> None:
     assert reading.settings == {
         "model": "meta-llama/Llama-3.2-1B", "task": "causal-lm", "sequence_length": 2048, "batch_size": 4,
         "learning_rate": 2e-4, "loop": "trainer", "dtype": "bfloat16",
-        "recipe": "lora(r=16, targets=all-linear, dropout=0.05) + flash + bf16 + tf32 + every_layer + "
-        "micro_batches(2) + adamw_8bit + workers(n=1)",
+        "recipe": "lora(r=16, targets=all-linear, dropout=0.05, alpha=32) + flash + bf16 + tf32 + "
+        "every_layer + micro_batches(2) + adamw_8bit + workers(n=1)",
     }  # fmt: skip
     assert not reading.refused
     assert "flash_attention" in keys(reading.took)
     assert "embeddings_dtype" not in keys(reading.differs), "beside adapters they are 16 bits again"
     whole = read(tmp_path, "full.yml", AXOLOTL.replace("adapter: lora", ""))
     assert "embeddings_dtype" in keys(whole.differs)
-    assert {"lora_alpha", "sample_packing", "special_tokens.pad_token"} <= keys(reading.ignored)
+    assert {"sample_packing", "special_tokens.pad_token"} <= keys(reading.ignored)
 
 
 def test_a_deepspeed_file(tmp_path: Path) -> None:

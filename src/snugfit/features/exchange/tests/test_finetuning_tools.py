@@ -31,7 +31,7 @@ from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Slot
 
 KEYS = json.loads((Path(__file__).parent / "data" / "finetuning_tools.json").read_text())
-LORA = "lora(r=4, targets=all-linear, dropout=0.1)"
+LORA = "lora(r=4, targets=all-linear, dropout=0.1, alpha=12)"
 EXPANDABLE = "bf16 + every_layer + micro_batches(2) + adamw_8bit + expandable"
 SUPPORTED = [
     case

@@ -37,10 +37,10 @@ def test_axolotl_takes_4_bit_weights_with_its_own_dtypes_alone(
 def test_files_of_llama_factory_and_unsloth_name_4_bit_weights(tmp_path: Path) -> None:
     needs_techniques("adamw_8bit")
     llama_factory = read(tmp_path, "q.yaml", LLAMA_FACTORY + "quantization_bit: 4\n")
-    assert llama_factory.settings["recipe"].startswith("qlora(r=16, targets=q_proj|v_proj)")
+    assert llama_factory.settings["recipe"].startswith("qlora(r=16, targets=q_proj|v_proj, alpha=32)")
     assert not llama_factory.refused
     unsloth = read(tmp_path, "four.py", UNSLOTH.format(four=True))
-    assert unsloth.settings["recipe"].startswith("qlora(r=32, targets=q_proj|v_proj)")
+    assert unsloth.settings["recipe"].startswith("qlora(r=32, targets=q_proj|v_proj, alpha=16)")
     assert not unsloth.refused
     assert "unsloth.load_in_4bit" in keys(unsloth.differs)
 
@@ -60,7 +60,7 @@ def test_a_qlora_script(tmp_path: Path) -> None:
     )
     assert keys(reading.refused) == {"bf16"}
     assert reading.settings["recipe"] == (
-        "qlora(r=16, targets=q_proj|v_proj, double=false) + micro_batches(8) + paged_adamw(bits=8)"
+        "qlora(r=16, targets=q_proj|v_proj, alpha=32, double=false) + micro_batches(8) + paged_adamw(bits=8)"
     )
     assert "model.quantization_config.load_in_4bit" in keys(reading.differs), (
         "fp4 is BitsAndBytesConfig's default"

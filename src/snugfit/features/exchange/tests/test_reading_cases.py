@@ -21,20 +21,20 @@ TRAINER = {"loop": "trainer"}
 
 READ: list[tuple[str, dict[str, Any]]] = [
     ("accelerate-loop-with-adapters/accel_lora.py",
-     {"model": "t5-base", "task": "seq2seq-lm", "recipe": "lora(dropout=0.1) + bf16", "batch_size": 8,
-      "loop": "accelerate"}),
+     {"model": "t5-base", "task": "seq2seq-lm", "recipe": "lora(dropout=0.1, alpha=32) + bf16",
+      "batch_size": 8, "loop": "accelerate"}),
     ("axolotl-harmless-keys/ax_null.yaml",
      {"model": "meta-llama/Llama-3.2-1B", "batch_size": 8,
-      "recipe": "lora(r=16, targets=all-linear) + bf16 + every_layer + micro_batches(4) + adamw_fused + "
-      "workers(n=1)"}),
+      "recipe": "lora(r=16, targets=all-linear, alpha=32) + bf16 + every_layer + micro_batches(4) + "
+      "adamw_fused + workers(n=1)"}),
     ("axolotl-liger-plugin/ax_liger.yaml",
-     {"recipe": "lora(r=16, targets=all-linear) + flash + bf16 + liger(rope=true, rms_norm=true, "
-      "swiglu=true, geglu=true, layer_norm=false, fused_linear_cross_entropy=true) + "
+     {"recipe": "lora(r=16, targets=all-linear, alpha=32) + flash + bf16 + liger(rope=true, "
+      "rms_norm=true, swiglu=true, geglu=true, layer_norm=false, fused_linear_cross_entropy=true) + "
       "every_layer + micro_batches(4) + adamw_fused + workers(n=1)"}),
     ("llamafactory-by-script/lf2939.sh",
      {"model": "Qwen/Qwen2.5-72B", "sequence_length": 512, "gpus": 2, "batch_size": 4,
-      "recipe": "qlora(r=128, targets=all-linear) + fp16 + every_layer + micro_batches(2) + adamw_fused + "
-      "fsdp(offload=cpu)"}),
+      "recipe": "qlora(r=128, targets=all-linear, alpha=256) + fp16 + every_layer + micro_batches(2) + "
+      "adamw_fused + fsdp(offload=cpu)"}),
     ("notebook-file/nb.ipynb",
      {"model": "bert-base-uncased", "labels": 2, "batch_size": 16, "recipe": "fp16 + adamw_fused"}),
     ("own-export-read-back/train.py",
@@ -63,9 +63,9 @@ READ: list[tuple[str, dict[str, Any]]] = [
       "adamw_fused"}),
     ("script-optimizer-given-to-trainer/opt8.py", {"recipe": "adamw_8bit"}),
     ("script-sft-of-2023/sft_old.py",
-     {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, double=false) + paged_adamw"}),
+     {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, alpha=16, double=false) + paged_adamw"}),
     ("script-sft-of-2023/sft_old_auto.py",
-     {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, double=false) + paged_adamw"}),
+     {"sequence_length": 4096, "recipe": "qlora(r=64, dropout=0.1, alpha=16, double=false) + paged_adamw"}),
     ("script-small-sums/argparse_bs.py", {"batch_size": 16}),
     ("script-small-sums/computed_bs.py", {"batch_size": 32}),
     ("script-small-sums/twice_name.py", {"batch_size": 16, "model": "bert-base-uncased"}),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["answered"]
 
 AXOLOTL = {"base_model": "org/model", "sequence_len": 1024, "micro_batch_size": 2, "optimizer": "adamw_torch"}
-ADAPTERS = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj"], "lora_alpha": 16}
+ADAPTERS = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj"]}
 FACTORY = {
     "model_name_or_path": "org/model", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 512,
     "per_device_train_batch_size": 1,
@@ -526,7 +526,7 @@ def test_llama_factory_freezes_all_but_the_last_layers(tmp_path: Path) -> None:
     freeze = {"finetuning_type": "freeze", "freeze_trainable_layers": 4, "freeze_extra_modules": "lm_head"}
     assert recipe(read(tmp_path, FACTORY | freeze)).startswith("frozen(only=lm_head, last=4) + ")
     reading = read(tmp_path, FACTORY | {"resize_vocab": True})
-    assert recipe(reading).startswith("lora(targets=all-linear, save=embed_tokens|lm_head) + ")
+    assert recipe(reading).startswith("lora(targets=all-linear, save=embed_tokens|lm_head, alpha=16) + ")
     assert reading.settings["vocab_size"] == "x64"
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fitted import fitted, losses_of, spoken, trained, trainer_of
 from fitted import model_of as small_model
 from small_models import small_job
-from small_runs import killed_in, losses, rows, small_run
+from small_runs import resumed_as_whole, rows, small_run
 from snugfit.errors import RecipeError
 from snugfit.features.kernels.head.chunked_loss import ChunkedCrossEntropy, Loss
 from snugfit.features.kernels.head.deferred_logits import DeferredLogits, LogitsComputedWhole, defer_logits
@@ -28,8 +28,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import LOGITS_BYTES, LogitsWish
 from snugfit.techniques.technique import Slot
-from snugfit.training.run.run import Run
-from snugfit.training.run.train import train
 from test_law_fidelity import run
 from test_law_rehearsed_equals_real import hold_to_reports
 from test_law_rehearsed_equals_real import job as law_job
@@ -272,17 +270,8 @@ def test_a_plan_offers_it_where_logits_are_more_than_a_chunk() -> None:
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     this = small_job("gpt2", 1, batch_size=4, sequence_length=16)
     samples = [{"input_ids": row["input_ids"]} for row in rows(24)]
-
-    def run_in(name: str) -> Run:
-        options = {"max_steps": 4, "save_steps": 2}
-        return small_run(
-            tmp_path / name, "chunked_loss(tokens=8) + micro_batches(2)", job=this, samples=samples, **options
-        )
-
-    train(run_in("whole"))
-    killed_in(run_in("killed"), 3)
-    train(run_in("killed"))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    recipe = "chunked_loss(tokens=8) + micro_batches(2)"
+    resumed_as_whole(small_run(tmp_path, recipe, job=this, samples=samples, max_steps=4, save_steps=2), 3)
 
 
 @pytest.mark.whole

@@ -18,7 +18,11 @@ from torch import nn
 
 from fitted import classified, losses_of, model_of, quiet, spoken, trainer_of
 from small_models import small_job
-from small_runs import assert_same_weights, events, killed_in, losses, skip_without_packages, small_run
+from small_runs import (
+    resumed_as_whole,
+    skip_without_packages,
+    small_run,
+)
 from snugfit import fit
 from snugfit.features.kernels.fused_model import use_fused
 from snugfit.features.kernels.operations.adapted import objection, projections_of, unsupported_settings
@@ -35,7 +39,6 @@ from snugfit.step.build import build_model
 from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
-from snugfit.training.run.train import train
 from third_step import hold_third_step
 from tiers import slow_but
 
@@ -362,19 +365,11 @@ def test_without_a_gpu_its_products_are_predicted() -> None:
 def test_adapters_with_masters_resume_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     """Adapters train in bfloat16, as peft's file has them. A run without their low halves would differ."""
     skip_without_packages(recipe)
-    runs = [
-        small_run(tmp_path / name, recipe, job=LLAMA, samples=ROWS, max_steps=6, save_steps=2)
-        for name in ("whole", "cut")
-    ]
-    whole = train(runs[0])
-    killed_in(runs[1], 5)
-    again = train(runs[1])
-    assert events(tmp_path / "cut", "started")[1]["resumed_from"] == 4
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert_same_weights(whole.model, again.model)
+    run = small_run(tmp_path, recipe, job=LLAMA, samples=ROWS, max_steps=6, save_steps=2)
+    again = resumed_as_whole(run, 5)
     trained = {name: one for name, one in again.model.named_parameters() if one.requires_grad}
     assert {one.dtype for one in trained.values()} == {torch.bfloat16}
-    kept = load_file(tmp_path / "cut" / "checkpoint-6" / "adapter_model.safetensors")
+    kept = load_file(tmp_path / "killed" / "checkpoint-6" / "adapter_model.safetensors")
     assert len(kept) == len(trained) == 28
     for name, weight in trained.items():
         assert torch.equal(kept[name.replace(".default", "")], weight)

@@ -8,7 +8,6 @@ stays. With the fidelity `rounds`, the plan also chooses the precision of fp32 t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -24,6 +23,7 @@ from snugfit.features.loops.trainer.setup import brings_optimizer
 from snugfit.job.own_checkpointing import NAMES
 from snugfit.job.sample_mixing import mixing_of
 from snugfit.planning.request import fidelity_of
+from snugfit.step.wishes.batching import allocator_options
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Slot
@@ -187,5 +187,5 @@ def arguments_of(trainer: Any) -> dict[str, Any]:
         "optim_args.momentum": 0.0,
         "model.attn_implementation": getattr(getattr(model, "config", None), "_attn_implementation", "sdpa"),
         "lora.r": None,
-        "environment.PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF"),
+        "environment.PYTORCH_ALLOC_CONF": allocator_options()[1] or None,
     }

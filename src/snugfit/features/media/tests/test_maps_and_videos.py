@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from reported import foreseen, reports
 from small_runs import losses
 from snugfit.data.row_sources import read_rows
 from snugfit.errors import JobError, UsageError
-from snugfit.features.media.inputs import UNLABELLED
+from snugfit.features.media.inputs import UNLABELLED, SegmentedPictures
 from snugfit.features.media.samples import MediaSamples, load_processor, media_samples
 from snugfit.frontends.own import options_of, train
 from snugfit.job.batch import label_items, synthetic
@@ -208,3 +209,10 @@ def test_a_run_from_files_is_resumed(task: Task, tmp_path: Path) -> None:
     run("parts", max_steps=1)
     run("parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_labelled_pixels_are_counted_at_the_size_of_the_map() -> None:
+    labels = torch.tensor([[[0, 0, 1, 1], [0, 1, 1, 255]]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[[0, 1]]]), 2).permute(0, 3, 1, 2).float()
+    correct = SegmentedPictures().correct(SimpleNamespace(logits=logits), {"labels": labels})
+    assert correct.tolist() == [True, True, True, True, True, False, True]

@@ -19,7 +19,7 @@ from test_activation_offload import INPUT, NBYTES, Stack, copies_of, gradients
 import test_accelerate
 import test_fit_law
 from small_models import small_job
-from small_runs import killed_in, losses, small_run
+from small_runs import resumed_as_whole, small_run
 from snugfit.errors import RecipeError
 from snugfit.features.offload import activations as activation_offload
 from snugfit.features.offload.activations import OffloadedStorage, offload_activations
@@ -37,7 +37,6 @@ from snugfit.rehearsal.trace.trace import COPY_BACK, COPY_OUT, Trace
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.training.run.cut_loss import Verdict
-from snugfit.training.run.train import train
 from test_law_loops import hold
 from test_law_rehearsed_equals_real import hold_to_reports, job
 from tiers import slow_but
@@ -309,13 +308,7 @@ def test_a_users_trainer_and_loop_train_as_our_own(sent: list[list[int]], tmp_pa
 
 @pytest.mark.whole
 def test_a_run_is_resumed_where_it_was(tmp_path: Path) -> None:
-    recipe = "host(all, layers=1)"
-    whole = train(small_run(tmp_path / "whole", recipe, max_steps=4))
-    killed_in(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2), 3)
-    resumed = train(small_run(tmp_path / "killed", recipe, max_steps=4, save_steps=2))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    resumed_as_whole(small_run(tmp_path, "host(all, layers=1)", max_steps=4, save_steps=2), 3)
 
 
 # ---- planned -----------------------------------------------------------------------------------------------

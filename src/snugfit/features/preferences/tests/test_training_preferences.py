@@ -217,6 +217,8 @@ def test_a_killed_run_ends_as_a_whole_one(family: str, task: str, recipe: str, t
     whole = train(preference_run(tmp_path / "whole", job, recipe, **options))
     assert whole.evaluated is not None
     assert whole.evaluated.loss < losses(tmp_path / "whole")[1][0]
+    assert (whole.evaluated.accuracy is None) == (task == "kto")
+    assert task == "kto" or whole.evaluated.accuracy > 0.5
     killed_in(preference_run(tmp_path / "killed", job, recipe, **options), 3)
     resumed = train(preference_run(tmp_path / "killed", job, recipe, **options))
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed")

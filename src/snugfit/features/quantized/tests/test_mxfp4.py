@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from small_models import small_job
-from small_runs import CPU, assert_same_weights, killed_in, losses, small_run
+from small_runs import CPU, resumed_as_whole, small_run
 from snugfit.errors import ModelError, RecipeError
 from snugfit.features.kernels.decoders.experts.mxfp4 import Mxfp4Weight, unpack
 from snugfit.features.quantized.mxfp4 import random_blocks
@@ -27,7 +27,6 @@ from snugfit.rehearsal.device.policy import CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.run.train import train
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -104,8 +103,9 @@ def test_packed_experts_have_seventeen_bytes_for_32_numbers() -> None:
 
 
 def test_a_step_is_recorded() -> None:
-    trace = rehearse(job(), Recipe.parse(f"{QLORA} + captured").setup(), CudaPolicy())
+    trace = rehearse(job(**STORED), Recipe.parse(f"{QLORA} + captured").setup(), CudaPolicy())
     assert not any("cannot be recorded" in doubt for doubt in trace.doubts)
+    assert not any("quantized" in doubt for doubt in trace.doubts)
 
 
 def write_files(folder: Path) -> dict[str, torch.Tensor]:
@@ -155,15 +155,7 @@ def test_files_of_gpt_oss_are_read_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     rows = [{"input_ids": [5 + (7 * row + token) % 90 for token in range(16)]} for row in range(12)]
-
-    def run(folder: str) -> Any:
-        return small_run(tmp_path / folder, QLORA, job=job(), samples=rows, max_steps=4, save_steps=2)
-
-    whole = train(run("whole"))
-    killed_in(run("cut"), 4)
-    again = train(run("cut"))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert_same_weights(whole.model, again.model)
+    resumed_as_whole(small_run(tmp_path, QLORA, job=job(), samples=rows, max_steps=4, save_steps=2), 4)
 
 
 @pytest.mark.parametrize(

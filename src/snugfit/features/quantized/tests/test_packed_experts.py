@@ -15,7 +15,7 @@ from aligned import compare
 from cpu_scratch import compared
 from reported import foreseen, reports
 from small_models import small_job
-from small_runs import CPU, assert_same_weights, killed_in, losses, small_run
+from small_runs import CPU, resumed_as_whole, small_run
 from snugfit.errors import RecipeError
 from snugfit.job.job import Job
 from snugfit.prediction.predict import predict
@@ -23,7 +23,6 @@ from snugfit.rehearsal.device.policy import CpuPolicy, CudaPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
-from snugfit.training.run.train import train
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -107,15 +106,8 @@ def test_a_step_is_recorded() -> None:
 
 @pytest.mark.whole
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    def run(folder: str) -> Any:
-        recipe = f"{QLORA} + bf16_pure"
-        return small_run(tmp_path / folder, recipe, job=job(), samples=ROWS, max_steps=6, save_steps=2)
-
-    whole = train(run("whole"))
-    killed_in(run("cut"), 5)
-    again = train(run("cut"))
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert_same_weights(whole.model, again.model)
+    recipe = f"{QLORA} + bf16_pure"
+    resumed_as_whole(small_run(tmp_path, recipe, job=job(), samples=ROWS, max_steps=6, save_steps=2), 5)
 
 
 @pytest.mark.parametrize(

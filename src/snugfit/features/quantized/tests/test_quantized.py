@@ -18,7 +18,7 @@ from bare_process import products_of_few_rows
 from clean_forks import forks_of
 from fitted import killed, losses_of, quiet, spoken, trained, trainer_of
 from small_models import small_job
-from small_runs import CPU, assert_same_weights, events, killed_in, losses, small_run
+from small_runs import CPU, assert_same_weights, resumed_as_whole, small_run
 from snugfit import fit
 from snugfit.errors import RecipeError
 from snugfit.features.quantized.default_stream import quantize_in_order
@@ -28,7 +28,6 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
-from snugfit.training.run.train import train
 from test_fit_keeping import At, die
 from test_law_rehearsed_equals_real import hold_to_reports
 from tiers import slow_but
@@ -67,13 +66,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     recipe: str, from_folder: bool, stored: Path, tmp_path: Path
 ) -> None:
     weights = stored if from_folder else None
-    whole = train(run(tmp_path / "whole", recipe, weights))
-    killed_in(run(tmp_path / "cut", recipe, weights), 5)
-    again = train(run(tmp_path / "cut", recipe, weights))
-    assert events(tmp_path / "cut", "started")[1]["resumed_from"] == 4
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert_same_weights(whole.model, again.model)
-    kept = sum(file.stat().st_size for file in (tmp_path / "cut" / "checkpoint-6").glob("*.safetensors"))
+    resumed_as_whole(run(tmp_path, recipe, weights), 5)
+    kept = sum(file.stat().st_size for file in (tmp_path / "killed" / "checkpoint-6").glob("*.safetensors"))
     assert kept < 60_000, "adapters alone are kept"
 
 

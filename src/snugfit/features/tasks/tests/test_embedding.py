@@ -14,14 +14,19 @@ from small_runs import losses
 from small_tokenizers import saved
 from snugfit.errors import UsageError
 from snugfit.features.tasks.contrast import SCALE
+from snugfit.features.tasks.inputs import EMBEDDING_INPUTS
 from snugfit.frontends.own import options_of, train
 from snugfit.job.batch import label_items, synthetic
 from snugfit.job.job import Job, Task
 from snugfit.job.model import Model
 from snugfit.job.sample_mixing import mixing_of
+from snugfit.rehearsal.device.policy import CudaPolicy
+from snugfit.rehearsal.rehearse import rehearse
+from snugfit.rehearsal.trace.trace import ALL_REDUCE, BROADCAST, COLLECTIVES
 from snugfit.step.build import build_model
 from snugfit.techniques.batching.micro_batches import MicroBatches
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.several_gpus import on_gpus
 from snugfit.training.run.dataset import data_of
 from test_batch import BERT, T5, evaluated, job_of
 from test_law_rehearsed_equals_real import hold_to_reports
@@ -52,6 +57,8 @@ def test_the_loss_ranks_the_partner_of_each_text(config: dict[str, Any], padding
         ]
     )
     torch.testing.assert_close(found["logits"], scores * SCALE, rtol=1e-4, atol=1e-4)
+    right = scores.argmax(1) == torch.arange(3)
+    assert EMBEDDING_INPUTS.correct(found, batch).tolist() == right.tolist()
     assert float(found["loss"]) == pytest.approx(
         float(functional.cross_entropy(scores * SCALE, torch.arange(3))), rel=1e-4
     )
@@ -62,6 +69,18 @@ def test_a_batch_in_pieces_has_other_wrong_answers() -> None:
     assert "compared with the partners of all texts" in mixing_of(job).reason
     assert "would train differently" in MicroBatches.planning_objection(job)
     assert job.tokens == 4 * 2 * S
+
+
+@pytest.mark.whole
+def test_several_gpus_compare_the_pairs_of_their_own_batches() -> None:
+    """The weights of BERT's pooler have no gradient, for which DDP would wait."""
+    job = job_of(BERT, TASK)
+    trace = rehearse(job, on_gpus(Recipe.parse("ddp").setup(), 2), CudaPolicy())
+    exchanged = {kernel.operator for kernel in trace.kernels} & COLLECTIVES
+    assert exchanged == {ALL_REDUCE, BROADCAST}
+    model = build_model(job, Recipe().setup(), torch.device("meta"))
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen == {"pooler.dense.weight", "pooler.dense.bias"}
 
 
 def test_names_of_the_hub_and_of_checkpoints() -> None:

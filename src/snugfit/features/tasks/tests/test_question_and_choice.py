@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from small_runs import losses
 from small_tokenizers import saved, tokenizer
 from snugfit.data.row_sources import read_rows
 from snugfit.errors import JobError, UsageError
+from snugfit.features.tasks.inputs import QUESTION_INPUTS
 from snugfit.features.tasks.reading import read_samples
 from snugfit.features.tasks.samples import SequenceSamples
 from snugfit.frontends.own import options_of, train
@@ -171,7 +174,14 @@ def test_a_run_from_a_file_is_resumed(task: Task, tmp_path: Path) -> None:
 
     whole = run("whole")
     assert whole.step == 3
-    assert (whole.evaluated.accuracy is not None) == (task == CHOICES)
+    assert whole.evaluated.accuracy is not None
     run("parts", max_steps=1)
     run("parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_an_answer_counts_if_both_of_its_ends_are_found() -> None:
+    batch = {"start_positions": torch.tensor([1, 1, 0]), "end_positions": torch.tensor([2, 2, 2])}
+    starts, ends = (functional.one_hot(torch.tensor(found), 4) for found in ([1, 0, 0], [2, 2, 3]))
+    out = SimpleNamespace(start_logits=starts, end_logits=ends)
+    assert QUESTION_INPUTS.correct(out, batch).tolist() == [True, False, False]
