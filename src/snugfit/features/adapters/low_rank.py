@@ -134,7 +134,7 @@ class LowRank(Technique):
     """Biases that train too: all, or those of adapted modules."""
 
     alpha: int = between(1, 1 << 16, default=8)
-    """Factor of the updates."""
+    """Numerator of the scale of updates."""
 
     def __post_init__(self) -> None:
         """Raise `RecipeError` for a quoted pattern next to names, or for a rank that is not a number."""
