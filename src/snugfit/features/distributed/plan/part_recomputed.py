@@ -210,11 +210,13 @@ class _LayersLine:
 
     def _on_line(self, layers: int) -> Judged:
         share = layers / self.layers
-        ends = zip(self.none[:2], self.every[:2], strict=True)
-        needed, seconds = (none + share * (every - none) for none, every in ends)
-        exposed = self.none.exposed_seconds
-        exposed += share * (self.every.exposed_seconds - exposed)
-        return self.none._replace(needed_bytes=int(needed), step_seconds=seconds, exposed_seconds=exposed)
+        none, every = self.none, self.every
+        return none._replace(
+            needed_bytes=int(none.needed_bytes + share * (every.needed_bytes - none.needed_bytes)),
+            step_seconds=none.step_seconds + share * (every.step_seconds - none.step_seconds),
+            model_seconds=none.model_seconds + share * (every.model_seconds - none.model_seconds),
+            exposed_seconds=none.exposed_seconds + share * (every.exposed_seconds - none.exposed_seconds),
+        )
 
     def why(self, question: Screened, answer: OnGpus) -> str:
         """Return the sentences that explain a recipe's groups of GPUs and its number of recomputed layers,
