@@ -21,6 +21,7 @@ from snugfit.features.exchange.read import read_arguments
 from snugfit.rehearsal.device.policy import CpuPolicy
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 LOSS_OUTSIDE = 512
 """Bytes of numbers that Python wraps, and of dropout seeds, which a trace does not hold."""
@@ -38,7 +39,7 @@ for batch in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "limit"), [("gpt2", 1), ("llama", 2)])
+@pytest.mark.parametrize(("family", "limit"), slow_but([("gpt2", 1), ("llama", 2)], 1))
 def test_layers_beyond_the_limit_run_uncompiled(
     family: str,
     limit: int,

@@ -142,7 +142,8 @@ def test_a_run_whose_process_died_goes_on_bit_for_bit(
     assert (tmp_path / "killed" / f"checkpoint-{len(expected['losses'])}" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("many", slow_but(["fsdp", "ddp"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("many", ["fsdp", "ddp"])
 def test_adapters_go_on_bit_for_bit_and_in_one_process(many: str, forks: Forks, tmp_path: Path) -> None:
     """Each checkpoint has whole adapters in peft's files, and checksums of frozen weights."""
     how: dict[str, Any] = {"model": "gpt2", "adapters": True, "max_steps": 6}
