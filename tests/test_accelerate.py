@@ -21,16 +21,15 @@ from torch.utils.data import DataLoader
 from transformers.optimization import Adafactor
 
 from fitted import classified, copy_of, dropping, model_of, padded, quiet, spoken
+from made_up_plans import planned
 from small_models import small_job
 from small_runs import losses
 from small_streams import RESUMABLE, Entropy, Masking, ReadOnce
-from snugfit import accelerate, plan, train
+from snugfit import accelerate, train
 from snugfit.documents import read_document
 from snugfit.errors import NothingFits, OutOfMemory, RecipeError, SnugfitError, UsageError
 from snugfit.features.loops.custom_loop.run import HandRun, Stopped
 from snugfit.features.loops.custom_loop.step import CustomStep
-from snugfit.techniques import roster
-from snugfit.techniques.technique import Slot
 from snugfit.training.checkpoint.manifest import MANIFEST, seal
 from snugfit.training.rng import all_rng_states
 from tiers import slow_but
@@ -86,7 +85,7 @@ CUTS = ("plain", "micro_batches(2)", "every_layer + micro_batches(4)", "adafacto
     ("family", "recipe"),
     slow_but(
         [*(("bert", each) for each in CUTS), ("llama", CUTS[1]), ("llama", "selective(attention)")],
-        lambda case: case not in (("bert", "plain"), ("bert", CUTS[3]), ("llama", CUTS[1])),
+        lambda case: case in (("bert", CUTS[1]), ("llama", "selective(attention)")),
     ),
 )
 def test_it_equals_our_own_loop(family: str, recipe: str, tmp_path: Path) -> None:
@@ -261,7 +260,7 @@ def test_a_resumed_run_sees_the_batches_that_were_to_come(kind: str, stop: int, 
             "apollo(rank=4, renew=3)",
             "galore(rank=4, update_proj_gap=3)",
         ],
-        2,
+        1,
     ),
 )
 def test_each_recipe_resumes(recipe: str, tmp_path: Path) -> None:
@@ -272,12 +271,12 @@ def test_each_recipe_resumes(recipe: str, tmp_path: Path) -> None:
         torch.manual_seed(1)
         return loop_of(tmp_path / "run", recipe, scheduler=schedule)
 
-    whole = go(started())
-    go(started(), save=5, stop=8)
+    whole = go(started(), 1)
+    go(started(), 1, save=2, stop=4)
     again = started()
     assert again.resume()
-    assert again.scheduler.get_last_lr()[0] == pytest.approx(1e-3 * 7 / 12)
-    assert go(again) == {step: seen for step, seen in whole.items() if step > 5}
+    assert again.scheduler.get_last_lr()[0] == pytest.approx(1e-3 * 10 / 12)
+    assert go(again, 1) == {step: seen for step, seen in whole.items() if step > 2}
 
 
 @pytest.mark.parametrize("dataset", [Entropy, ReadOnce])
@@ -591,9 +590,7 @@ def test_mistakes_in_the_loop_are_told(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_taken_for_the_batch_that_it_is_for() -> None:
-    job = replace(small_job("bert", 2), batch_size=4)
-    settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHING}
-    found = plan(job, gpu="h200", memory_bytes=2 << 30, workers=1, keep=settled)
+    found = replace(planned(1), job=replace(small_job("bert", 2), batch_size=4))
     assert found.best is not None
     with loop_of(None, found) as run:
         assert str(run.recipe) == found.best.recipe

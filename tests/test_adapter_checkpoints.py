@@ -134,9 +134,7 @@ def assert_same(one: Any, another: Any) -> None:
     assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
-)
+@pytest.mark.parametrize("kind", slow_but([*KINDS, *MORE_KINDS], lambda kind: kind == "two by transformers"))
 def test_a_killed_run_with_adapters_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """The resumed run starts with differently initialised adapters. peft can load each saved adapter."""
     adapt = (KINDS | MORE_KINDS)[kind]
@@ -165,7 +163,9 @@ def assert_peft_loads(folder: Path, model: Any) -> None:
         assert not [key for key in wrong if name in key or model.peft_config.keys() <= {name}]
 
 
-@pytest.mark.parametrize("kind", slow_but(["another name", "base trains too", "two by transformers"], 1))
+@pytest.mark.parametrize(
+    "kind", slow_but(["second is active", "another name", "base trains too", "two by transformers"], 1)
+)
 def test_by_hand_too(kind: str, tmp_path: Path) -> None:
     adapt = (KINDS | MORE_KINDS)[kind]
     whole = by_hand(adapt, tmp_path / "whole")

@@ -144,11 +144,11 @@ def test_fit_lets_alone_what_changes_no_step(kept: Path, tmp_path: Path) -> None
 
 
 def test_more_steps_go_on_where_the_schedule_does_not_depend_on_them(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"lr_scheduler_type": "constant", "save_steps": 3}
-    trainer_to_fit(tmp_path, max_steps=6, **more).train()
-    longer = trainer_to_fit(tmp_path, max_steps=8, **more)
-    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    whole = trained(trainer_to_fit(tmp_path / "whole", max_steps=8, **more))
+    more: dict[str, Any] = {"lr_scheduler_type": "constant", "save_steps": 1}
+    trainer_to_fit(tmp_path, max_steps=2, **more).train()
+    longer = trainer_to_fit(tmp_path, max_steps=3, **more)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    whole = trained(trainer_to_fit(tmp_path / "whole", max_steps=3, **more))
     assert_same_weights(longer.model, whole.model)
 
 
@@ -166,7 +166,9 @@ def test_optimizers_and_schedules_of_ones_own_are_compared(tmp_path: Path) -> No
         model = model_of("bert", dropout=0.1)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
-        return trainer_to_fit(tmp_path, model=model, optimizers=(optimizer, schedule), max_steps=6)
+        return trainer_to_fit(
+            tmp_path, model=model, optimizers=(optimizer, schedule), max_steps=2, save_steps=1
+        )
 
     made(0.01, 0.9).train()
     for again, named in (
@@ -174,9 +176,9 @@ def test_optimizers_and_schedules_of_ones_own_are_compared(tmp_path: Path) -> No
         (made(0.01, 0.8), r"schedule.factor at step 1 was 0.9 and is now 0.8"),
     ):
         with pytest.raises(UsageError, match=named) as refused:
-            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
         assert str(refused.value).count("factor at step") <= 1
-    made(0.01, 0.9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    made(0.01, 0.9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 # ---- accelerate ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.recovery import compares_again
 from snugfit.training.run.cut_loss import chosen_samples
+from tiers import crossed
 
 WEIGHTS = torch.tensor([1.0, 10.0])
 RARE = [{**row, "labels": int(index % 10 == 7)} for index, row in enumerate(classified(24))]
@@ -92,8 +93,13 @@ def test_a_count_that_fits_the_loss_is_no_warning() -> None:
     assert not warnings_of(heard)
 
 
-@pytest.mark.parametrize("recipe", ["", "every_layer + ", "selective(products) + ", "fused + ", "bf16 + "])
-@pytest.mark.parametrize(("make", "rows"), [(bert, RARE), (gpt2, spoken(24))], ids=["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("recipe", "make", "rows"),
+    crossed(
+        ["", "every_layer + ", "selective(products) + ", "fused + ", "bf16 + "],
+        [(bert, RARE), (gpt2, spoken(24))],
+    ),
+)
 def test_the_models_own_mean_is_no_warning(make: Any, rows: Any, recipe: str) -> None:
     heard: list[Any] = []
     loop_of(make(), rows, heard, recipe=f"{recipe}micro_batches(4)")

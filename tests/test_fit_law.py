@@ -31,8 +31,7 @@ LINES += [("llama", (2, 2), "bf16 + padding_free"), ("llama", (4, 1), "bf16 + ev
 LINES += [("bert", (2, 2), "fused"), ("bert", (2, 2), "bf16 + every_layer + fused")]
 
 
-OFTEN = [("bert", (4, 1), "plain"), ("bert", (2, 2), "adamw_fused"), ("bert", (1, 4), "every_layer")]
-OFTEN += [("bert", (2, 2), each) for each in ("selective(products)", "muon", "host_adamw")]
+OFTEN = [("bert", (4, 1), "plain"), ("bert", (2, 2), "muon"), ("bert", (1, 4), "every_layer")]
 OFTEN += [("bert", (2, 2), "bf16 + every_layer + fused"), ("llama", (2, 2), "bf16 + padding_free")]
 OFTEN += [("llama", (2, 2), "bf16_pure")]
 """Cases of `make test`: each way to split a batch, and a technique of each slot."""

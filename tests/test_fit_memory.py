@@ -86,7 +86,7 @@ def test_late_in_a_step_what_was_done_of_it_is_dropped(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_what_is_cut_stays_cut_after_a_resume(tmp_path: Path) -> None:
     model, data = model_of("bert", dropout=0.2), classified(22)
-    more = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    more = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
     first, _ = run_of(tmp_path, limited(copy_of(model), 2), data, "plain", **more)
     first.train()
     about = verify(tmp_path / "checkpoint-2", 2).about

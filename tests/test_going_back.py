@@ -46,11 +46,10 @@ def test_fit_goes_back(tmp_path: Path) -> None:
 
 def test_fit_puts_aside_all_that_stands_beside_a_checkpoint_from_elsewhere(tmp_path: Path) -> None:
     run_of(tmp_path / "one", max_steps=4).train()
-    run_of(tmp_path / "two", max_steps=6).train()
+    run_of(tmp_path / "two", max_steps=2).train()
     other = run_of(tmp_path / "two", max_steps=4)
     other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
-    kept = [f"checkpoint-{step}.before-restart" for step in (2, 4, 6)]
-    assert checkpoints(tmp_path / "two") == sorted(["checkpoint-4", *kept])
+    assert checkpoints(tmp_path / "two") == ["checkpoint-2.before-restart", "checkpoint-4"]
 
 
 def test_our_own_loop_goes_back(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from snugfit.errors import UsageError
 from snugfit.training.checkpoint import lock
 from snugfit.training.checkpoint.lock import GUARD, LOCK, Holder, hold_folder
 from stored import in_child
+from tiers import slow_but
 
 MANY = 4
 """Number of processes that start at once."""
@@ -114,7 +115,7 @@ def test_a_fault_inside_gives_the_folder_back(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_killed_trainers_are_followed_by_the_next(tmp_path: Path) -> None:
-    for _ in range(3):
+    for _ in range(2):
         with another(tmp_path) as pid:
             pass
         assert line(tmp_path)["pid"] == pid
@@ -179,7 +180,7 @@ def test_a_forked_child_that_leaves_the_block_gives_nothing_back(tmp_path: Path)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("stale", [False, True], ids=["free", "after a kill"])
+@pytest.mark.parametrize("stale", slow_but([True, False], 1), ids=["after a kill", "free"])
 def test_of_many_that_begin_at_once_one_gets_in(tmp_path: Path, stale: bool) -> None:
     if stale:
         with another(tmp_path):

@@ -757,7 +757,7 @@ class TestOnAGpu:
             gpu.used += 7661 * MIB
             meanwhile()
             library.before_reading = lambda: (
-                go.touch() if readings["while"] > 60 else readings.update({"while": readings["while"] + 1})
+                go.touch() if readings["while"] > 20 else readings.update({"while": readings["while"] + 1})
             )
             ending = wait(self, seconds)
             gpu.used = 3 * MIB if gpu.used < 10_000 * MIB else gpu.used

@@ -263,10 +263,10 @@ class TestOnTwoGpus:
 
         def read() -> None:
             readings[0] += 1
-            if readings[0] == 60 and profiler:
+            if readings[0] == 20 and profiler:
                 (tmp_path / "peaks_at").write_text(repr(time.monotonic()))
                 gpus[0].used += profiler * MIB
-            if readings[0] > 120 and (tmp_path / "seen1").exists() and (tmp_path / "seen0").exists():
+            if readings[0] > 40 and (tmp_path / "seen1").exists() and (tmp_path / "seen0").exists():
                 go.touch()
 
         waits = Children.wait

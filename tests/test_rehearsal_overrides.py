@@ -246,7 +246,7 @@ def generators() -> Iterator[Any]:
     yield (name, keys.tolist(), *rest)
 
 
-@pytest.mark.parametrize("loop", ["plain", "accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["trainer", "plain", "accelerate"], 1))
 def test_random_numbers_go_on_as_if_nothing_had_been(loop: str) -> None:
     torch.manual_seed(11)
     random.seed(12)
@@ -295,7 +295,7 @@ def test_the_collector_stays_off_where_it_was_off() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["trainer", "accelerate"], 1))
 def test_a_live_accelerator_is_what_it_was(loop: str) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -119,7 +119,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path, forks: Forks, seed: int
     assert not Store(folder).broken
 
 
-POINTS = 8
+POINTS = 6
 """Calls to the file system at which a run dies, spread evenly over all of its calls."""
 
 
@@ -174,7 +174,7 @@ def test_one_signal_keeps_and_ends(tmp_path: Path, forks: Forks, name: str, code
     assert_same_weights(done.model, whole.model)
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "code"), slow_but([("SIGTERM", 143), ("SIGINT", 130)], 1))
 def test_two_signals_end_at_once(tmp_path: Path, forks: Forks, name: str, code: int) -> None:
     """The second signal also ends a save, and the earlier checkpoint stays whole."""
     child = forks.start(saves_slowly, str(tmp_path))
@@ -197,7 +197,7 @@ def test_a_deadline_is_kept(tmp_path: Path, forks: Forks) -> None:
     assert Store(tmp_path).newest() is None
 
 
-@pytest.mark.parametrize("means", ["signal", "file"])
+@pytest.mark.parametrize("means", slow_but(["file", "signal"], 1))
 def test_a_checkpoint_on_demand_changes_nothing(tmp_path: Path, forks: Forks, means: str) -> None:
     """A signal or a file requests the checkpoint during the run."""
     whole = train(small_run(tmp_path / "whole", max_steps=40))
