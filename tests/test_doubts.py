@@ -70,7 +70,7 @@ def test_every_face_of_a_prediction_says_it() -> None:
     "ask",
     [
         partial(plan, BERT, gpu="h200", keep=SETTLED, workers=1),
-        partial(plan_gpus, BERT, ["h200", "l4"], keep=SETTLED, workers=1),
+        partial(plan_gpus, BERT, ["h200"], keep=SETTLED, workers=1),
     ],
     ids=["plan", "gpus"],
 )

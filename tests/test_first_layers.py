@@ -60,22 +60,21 @@ def test_gradients_are_those_of_keep_all_bit_for_bit(family: str, recipe: str, a
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    slow_but(
-        [
-            ("gpt2", "first_layers(1)"),
-            ("llama", "lora + bf16_pure + first_layers(1) + micro_batches(2)"),
-        ],
-        lambda case: case[0] == "llama",
-    ),
+    [
+        ("gpt2", "first_layers(1)"),
+        ("llama", "lora + bf16_pure + first_layers(1) + micro_batches(2)"),
+    ],
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:
     hold_to_reports(job(family), Recipe.parse(recipe))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("loop", slow_but(["trainer", "accelerate"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
 def test_other_loops_recompute_the_same(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it under its class
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
@@ -159,7 +158,6 @@ def test_a_plan_recomputes_as_few_layers_as_fit() -> None:
     fewer = str(recipe).replace(f"first_layers({k})", f"first_layers({k - 1})" if k > 1 else "keep_all")
     footprint = predict(this, fewer, gpu="h200").footprint
     assert footprint.reserved_bytes + footprint.context_bytes > memory
-    kept = plan(this, gpu="h200", memory_bytes=memory, keep=f"{keep} + every_layer", workers=1)
-    assert kept.best is not None
-    assert found.best.step_seconds < kept.best.step_seconds
-    assert "first_layers" not in kept.best.recipe
+    all_layers = predict(this, "lora(r=4) + bf16 + adamw_fused + every_layer", gpu="h200")
+    assert all_layers.timing is not None
+    assert found.best.step_seconds < all_layers.timing.step_seconds

@@ -50,7 +50,6 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity, Slot
 from snugfit.units import MIB
-from tiers import slow_but
 
 H200 = find_gpu("h200")
 
@@ -60,6 +59,9 @@ KEPT = {slot: roster.plain(slot) for slot in (Slot.CHECKPOINTING, Slot.ALLOCATOR
 FREE = (Slot.ATTENTION, Slot.OPTIMIZER, Slot.CHECKPOINTING, Slot.BATCHING, Slot.ALLOCATOR, Slot.LOADING)
 FEW = {slot: roster.plain(slot) for slot in Slot if slot not in FREE}
 """Fixed slots of tests that evaluate each recipe by itself."""
+
+ALL_BUT_PRECISION = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.PRECISION}
+"""Fixed slots of tests for which few recipes suffice."""
 
 
 LT = {("cuBLASLt workspace", 1048576): 1048576}
@@ -196,15 +198,16 @@ def test_more_memory_or_bandwidth_never_gives_a_slower_answer(
 def test_together_as_one_by_one(job: Job) -> None:
     """Search three GPUs of the table in two searches, and compare the answers with three plans."""
     gpus = [find_gpu(name) for name in ("t4", "rtx 4090", "rtx 5090")]
-    found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1, keep=KEPT)
+    found = plan_gpus(job, [*gpus, "RTX 4090"], fidelity="same", workers=1, keep=KEPT | FEW)
     assert len(found.counts) == 2
     for gpu, answer in zip(gpus, found.answers, strict=True):
-        alone = plan(job, gpu=gpu, fidelity="same", workers=1, keep=KEPT)
+        alone = plan(job, gpu=gpu, fidelity="same", workers=1, keep=KEPT | FEW)
         assert answer.choice == alone.best
         assert answer.measured_rates is False
         assert "data sheet" in answer.rates
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_an_answer_is_by_the_gpu_s_own_scratch_and_workspaces() -> None:
@@ -290,6 +293,7 @@ def test_gpus_that_run_another_attention_are_not_told_by_this_one(width: int) ->
     assert (alike, larger) == (True, width == 128)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
 def test_the_smallest_recipe_is_the_same_question_for_all(
@@ -307,7 +311,7 @@ def test_the_smallest_recipe_is_the_same_question_for_all(
 def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(find_gpu("t4"), key="no-rates", bandwidth=None)
     unsized = replace(find_gpu("t4"), key="no-size", memory_bytes=None)
-    found = plan_gpus(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1, keep=KEPT)
+    found = plan_gpus(job, [slow, find_gpu("mi300x"), unsized], fidelity="same", workers=1, keep=KEPT | FEW)
     no_rates, no_cuda, no_size = found.answers
     assert no_rates.fits is True, "its bytes are known"
     assert no_rates.choice is not None
@@ -315,7 +319,7 @@ def test_what_cannot_be_told_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) 
     assert no_rates.pace(None) is None
     assert "seconds" in no_rates.why
     t4 = find_gpu("t4")
-    smallest = plan_gpus(job, [t4], fidelity="same", objective="memory", workers=1, keep=KEPT).answers[0]
+    [smallest] = plan_gpus(job, [t4], fidelity="same", objective="memory", workers=1, keep=KEPT | FEW).answers
     assert smallest.choice is not None
     assert no_rates.choice.needed_bytes == smallest.choice.needed_bytes, (
         "the smallest, because its speed is unknown"
@@ -363,17 +367,17 @@ def test_gpus_that_differ_by_grouped_products_share_a_search_of_models_without()
 
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
-@pytest.mark.parametrize("width", slow_but([224, 128], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [224, 128])
 def test_gpus_that_differ_by_wide_heads_share_a_search_of_narrow_ones(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.PRECISION}
     wide = {"hidden_size": 2 * width, "num_attention_heads": 2, "hidden_dropout_prob": 0.1}
     job, gpus = small_job("bert", 2, wide), ["rtx 4090", "a100-sxm-80"]
-    found = plan_gpus(job, gpus, workers=1, keep=settled)
+    found = plan_gpus(job, gpus, workers=1, keep=ALL_BUT_PRECISION)
     assert len(found.counts) == (1 if width <= 128 else 2)
     for gpu, answer in zip(gpus, found.answers, strict=True):
-        assert answer.choice == plan(job, gpu=gpu, workers=1, keep=settled).best
+        assert answer.choice == plan(job, gpu=gpu, workers=1, keep=ALL_BUT_PRECISION).best
 
 
 def test_seconds_of_those_that_have_none_are_nothing(job: Job) -> None:
@@ -468,7 +472,7 @@ def test_layers_that_do_not_grow_evenly_are_rehearsed_whole_for_all_gpus() -> No
     gpus = [invented(1 << 40), invented(1 << 41)]
     found = plan_gpus(
         job, gpus, fidelity="same", objective="memory", clock_of=lambda _: count_concavely, workers=1,
-        tell=told.append, keep=KEPT,
+        tell=told.append, keep=ALL_BUT_PRECISION,
     )  # fmt: skip
     assert any("starting again" in line for line in told)
     assert [answer.verified for answer in found.answers] == [True, True]
@@ -482,7 +486,7 @@ def figures(needed: int, seconds: float) -> Figures:
 @pytest.mark.stored_rehearsals
 def test_the_answers_survive_json(job: Job) -> None:
     gpus = [invented(1 << 40), invented(100 * MIB), find_gpu("mi300x")]
-    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1, keep=KEPT)
+    found = plan_gpus(job, gpus, fidelity="same", clock_of=clock_of, workers=1, keep=KEPT | FEW)
     document: dict[str, Any] = json.loads(json.dumps(found.to_json()))
     assert GpuPlans.from_json(document) == found
     assert document["smallest"] == document["fastest"] == gpus[0].key

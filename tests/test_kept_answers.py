@@ -16,6 +16,7 @@ from snugfit.cli import plan_cache as cache
 from snugfit.cli.main import run
 from snugfit.errors import NothingFits, UsageError
 from snugfit.feature_folders import feature_files
+from snugfit.prediction import predict as room
 from snugfit.prediction.predict import predict
 from snugfit.results.prediction import Prediction
 from tiers import slow_but
@@ -44,8 +45,6 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of recipes whose predictions are computed."""
-    from snugfit.prediction import predict as room
-
     original, recipes = room.predict, list[str]()
 
     def count(job: Any, recipe: Any = "plain", **how: Any) -> Prediction:
@@ -135,6 +134,16 @@ def test_any_other_question_is_computed(
         *(["--software", file.name.removesuffix(".json")] for file in feature_files("software")),
         ["--gpus", "2", "--recipe", "ddp"],
     ]
+    compute, answers = room.predict, list[Prediction]()
+
+    def first_answer(job: Any, recipe: Any = "plain", **how: Any) -> Prediction:
+        if answers:
+            computed.append(str(recipe))
+        else:
+            answers.append(compute(job, recipe, **how))
+        return answers[0]
+
+    monkeypatch.setattr(room, "predict", first_answer)
     for more in [*others, *others]:
         assert run([*words, *more]) == 0
     assert len(computed) == len(others)

@@ -149,7 +149,7 @@ def test_settings_that_are_never_better_are_not_searched_and_said_so() -> None:
     ("setting", "better"),
     [
         ("fp16", "bf16"),
-        ("lora(r=64)", "lora"),
+        pytest.param("lora(r=64)", "lora", marks=pytest.mark.slow),
         pytest.param("lora(targets=all-linear)", "lora", marks=pytest.mark.slow),
     ],
 )

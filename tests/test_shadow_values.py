@@ -217,7 +217,7 @@ def test_micro_batches_that_values_tell_apart_are_all_rehearsed(monkeypatch: pyt
 def test_a_plan_for_steps_that_differ_simulates_each_recipe_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BertEmbeddings, "forward", embed_once)
     settled = {slot: roster.plain(slot) for slot in Slot if slot is not Slot.BATCHING}
-    answer = plan(small_job("bert", 2, batch_size=16), gpu="h200", keep=settled, workers=1)
+    answer = plan(small_job("bert", 2, batch_size=4), gpu="h200", keep=settled, workers=1)
     assert answer.verified
     assert any(doubt.startswith("The allocations of a step depend on the values") for doubt in answer.doubts)
 

@@ -86,6 +86,7 @@ def test_an_image_installs_the_dependencies_of_the_package() -> None:
         list(requirements(nested, ["z"]))
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_the_notebook_that_starts_from_a_wheel_shows_what_its_cells_compute() -> None:
     notebook = json.loads((ROOT / "examples/start.ipynb").read_text())

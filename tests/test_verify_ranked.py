@@ -90,6 +90,7 @@ def test_nothing_is_listed_where_nothing_fits(parts: Parts, found: SearchState) 
     assert rank_best(replace(found, memory_bytes=1 << 20), 3, WorkerPool([parts]), "speed") == []
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_plan_lists_its_first_choice_first() -> None:
     job = small_job("gpt2", 2, batch_size=1, sequence_length=32)
