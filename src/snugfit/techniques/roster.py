@@ -88,6 +88,7 @@ def find(word: str) -> type[Technique]:
     raise RecipeError(f"Unknown technique {word!r}.{guess}")
 
 
+@functools.cache  # of some 200 names, at each search
 def _spelling(word: str) -> str:
     """Return the word in lower case with underscores: `gradient_checkpointing` for
     `gradient-checkpointing`."""
