@@ -19,6 +19,7 @@ from snugfit.planning.search.auto import predict, resolve
 from snugfit.prediction.predict import predict as predict_recipe
 from snugfit.techniques.recipe import Recipe, without_auto
 from snugfit.techniques.technique import Slot
+from tiers import slow_but
 
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
@@ -52,7 +53,7 @@ def test_nothing_is_recomputed_where_all_fits(this: Job) -> None:
     assert why.startswith("auto: keep_all, because all activations fit")
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6])
+@pytest.mark.parametrize("share", slow_but([0.6, 0.2], 1))
 def test_it_is_the_fewest_layers_that_fit(this: Job, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snugfit.planning.search.auto.link_of", lambda gpu: None)
     most, least = needed(this, REST), needed(this, f"{REST} + every_layer")

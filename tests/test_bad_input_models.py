@@ -88,12 +88,12 @@ def test_a_package_that_is_there_and_does_not_load_is_not_said_to_be_missing(
 # T5 and its relatives ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lacking", [{}, {"pad_token_id": None}, {"decoder_start_token_id": None}])
-def test_a_config_without_a_start_token_gets_the_pad_token(lacking: dict[str, Any]) -> None:
+def test_a_config_without_a_start_token_gets_the_pad_token() -> None:
     """T5's documentation defines it so. A config written by hand omits the token, and no byte depends on
     it."""
     whole = trace_of(job_of(T5 | {"decoder_start_token_id": 0, "pad_token_id": 0}, "seq2seq-lm"))
-    assert trace_of(job_of(T5 | lacking, "seq2seq-lm")) == whole
+    for lacking in ({}, {"pad_token_id": None}, {"decoder_start_token_id": None}):
+        assert trace_of(job_of(T5 | lacking, "seq2seq-lm")) == whole
 
 
 @pytest.mark.parametrize("end", [None, 96, -1])

@@ -118,7 +118,7 @@ def test_two_wrapped_models_are_switched_each() -> None:
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
-@pytest.mark.parametrize("recipe", ["every_layer", "every_nth_layer(2)"])
+@pytest.mark.parametrize("recipe", slow_but(["every_layer", "every_nth_layer(2)"], 1))
 def test_a_wrapped_model_is_predicted(recipe: str) -> None:
     model = Model.from_module(wrapped_bert(), {**EXAMPLE, "input_ids": torch.ones(4, 64, dtype=torch.long)})
     job = Job(model=model, task=Task.CUSTOM)

@@ -264,7 +264,11 @@ def test_whole_modules_that_train_beside_adapters_are_cast_with_the_model(copied
     [
         ("plain", {"weights": "float32", "optimizer states": "float32"}),
         ("bf16_pure", {"weights": "bfloat16", "gradients": "bfloat16", "optimizer states": "bfloat16"}),
-        ("bf16_pure + every_layer + micro_batches(2)", {"weights": "bfloat16", "gradients": "bfloat16"}),
+        pytest.param(
+            "bf16_pure + every_layer + micro_batches(2)",
+            {"weights": "bfloat16", "gradients": "bfloat16"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_reasons_at_the_peak_name_the_dtype_of_the_bytes(

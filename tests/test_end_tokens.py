@@ -39,7 +39,7 @@ def job(facts: dict[str, Any], **changes: Any) -> Job:
     [
         (T5, "plain", 0.25),
         pytest.param(T5, "bf16 + micro_batches(4)", 0.0, marks=pytest.mark.slow),
-        (BART, "plain", 0.0),
+        pytest.param(BART, "plain", 0.0, marks=pytest.mark.slow),
     ],
     ids=["t5 padded", "t5 in pieces", "bart"],
 )

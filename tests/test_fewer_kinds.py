@@ -25,6 +25,7 @@ from snugfit.techniques.loading import workers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import Fidelity
+from tiers import slow_but
 
 GPU = find_gpu("h200")
 CUDA = policy_for(GPU, Software())
@@ -110,7 +111,7 @@ def test_one_compiled_size_bounds_a_larger_one_where_its_passes_decide() -> None
     assert OtherSizes(space(), bounds).least(large).needed_bytes == 0
 
 
-@pytest.mark.parametrize("record", [rehearse_passes, short_passes])
+@pytest.mark.parametrize("record", slow_but([short_passes, rehearse_passes], 1))
 def test_gradients_that_share_a_block_are_written_out_from_few_layers(record: RecordPasses) -> None:
     job = small_job("bert", 16, batch_size=2)
     setup = Recipe.parse("bf16_master + fused").setup()

@@ -56,7 +56,7 @@ def trace_of_config(model_type: str, task: Task = Task.CAUSAL_LM, **facts: Any) 
     return rehearse(job, Recipe().setup(), CudaPolicy())
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, 3))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, 1))
 def test_ordinary_models_raise_no_such_doubt(family: str) -> None:
     assert rehearse(small_job(family), Recipe().setup(), CudaPolicy()).doubts == ()
 

@@ -11,6 +11,7 @@ from snugfit.job.model import Model
 from snugfit.prediction.predict import predict
 from snugfit.rehearsal.device.composites import RECURRENT_DOUBT
 from snugfit.report.text.terminal import as_text
+from tiers import crossed
 
 
 class Tagger(nn.Module):
@@ -32,8 +33,7 @@ class Tagger(nn.Module):
         return self.head(out).pow(2).mean()
 
 
-@pytest.mark.parametrize("recipe", ["plain", "bf16"])
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(("packed", "recipe"), crossed([False, True], ["plain", "bf16"]))
 def test_an_lstm_is_predicted_with_a_warning(packed: bool, recipe: str) -> None:
     model = Model.from_module(Tagger(packed), {"x": torch.ones(4, 7, 16)})
     prediction = predict(Job(model=model, task=Task.CUSTOM, batch_size=4), recipe, gpu="h200")

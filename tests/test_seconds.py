@@ -268,7 +268,7 @@ def test_functions_of_a_library_cost_the_host_forward_and_backward() -> None:
     assert costs[0] - costs[1] == pytest.approx(4 * H200.host.function)
 
 
-@pytest.mark.parametrize(("layers", "less"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("layers", "less"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_more_layers_take_longer(layers: int, less: int) -> None:
     seconds = [predict(small_job("llama", n), gpu="h200").timing for n in (less, layers)]
     assert seconds[0]

@@ -29,6 +29,7 @@ from snugfit.units import GIB
 from test_gpus_command import PRICES
 from test_gpus_command import made_up as made_up_gpu_plans
 from test_plan_command import made_up as made_up_plan
+from tiers import slow_but
 
 
 @pytest.mark.parametrize(("columns", "longest"), [("40", 40), ("0", 120), ("", 120), ("wide", 120)])
@@ -88,7 +89,7 @@ REPORTS = {
 }
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("width", slow_but([80, 100, 160], lambda width: width != 100))
 @pytest.mark.parametrize("name", REPORTS)
 def test_every_row_keeps_its_name_and_every_figure_is_whole(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch

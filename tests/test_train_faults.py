@@ -88,7 +88,9 @@ def full() -> int:
 
 
 @pytest.mark.parametrize("streams", slow_but([[STDOUT, STDERR], [STDOUT], [STDERR]], 1), ids=str)
-@pytest.mark.parametrize("how", [read_by_nobody, full, lambda: None], ids=["no reader", "full", "closed"])
+@pytest.mark.parametrize(
+    "how", slow_but([read_by_nobody, lambda: None, full], 2), ids=["no reader", "closed", "full"]
+)
 def test_a_run_does_not_end_with_its_readers(
     at_home: Path, forks: Forks, how: Callable[[], int | None], streams: list[int]
 ) -> None:
@@ -101,7 +103,7 @@ def test_a_run_does_not_end_with_its_readers(
     assert found.step == 12
 
 
-@pytest.mark.parametrize("how", [read_by_nobody, full], ids=["no reader", "full"])
+@pytest.mark.parametrize("how", slow_but([read_by_nobody, full], 1), ids=["no reader", "full"])
 def test_a_stopped_run_says_so_to_whoever_started_it(
     at_home: Path, forks: Forks, how: Callable[[], int]
 ) -> None:
@@ -129,7 +131,7 @@ def test_what_was_asked_for_and_cannot_be_written_is_told(forks: Forks) -> None:
 def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
     """One of the sizes is zero."""
     ours, theirs = pty.openpty()
-    words = ("train", "job.yaml", "--max-steps", "40")
+    words = ("train", "job.yaml", "--max-steps", "20")
     child = forks.start(command, *words, streams={STDOUT: theirs, STDERR: theirs})
     os.close(theirs)
     shown, sizes = b"", [(0, 0), (1, 1), (3, 200), (50, 7), (24, 80)]
@@ -142,7 +144,7 @@ def test_a_terminal_that_changes_its_size(at_home: Path, forks: Forks) -> None:
                 os.kill(child, signal.SIGWINCH)
     os.close(ours)
     assert forks.ended(child) == 0
-    assert b"finished after step 40" in shown
+    assert b"finished after step 20" in shown
 
 
 def nowhere() -> dict[str, str]:
@@ -236,6 +238,7 @@ def test_a_damaged_journal_loses_no_run(tmp_path: Path, damage: bytes) -> None:
     assert sorted(losses(tmp_path)) == list(range(5, 13))
 
 
+@pytest.mark.slow
 def test_several_runs_that_were_interrupted_go_on_where_they_stopped(tmp_path: Path) -> None:
     """After a restart, finished runs take no step, and the broken run takes its remaining steps."""
     recipes = ("plain", "micro_batches(2)", "sgd")
@@ -302,7 +305,7 @@ def test_a_worker_that_the_system_kills(tmp_path: Path) -> None:
                     worker.kill()
 
     with pytest.raises(OutOfMemory, match=r"loader has ended \(signal: Killed\)"):
-        train(small_run(tmp_path / "run", "workers", max_steps=30, save_steps=1), watch=watch)
-    done = train(small_run(tmp_path / "run", "workers", max_steps=30))
+        train(small_run(tmp_path / "run", "workers", save_steps=1), watch=watch)
+    done = train(small_run(tmp_path / "run", "workers"))
     assert events(tmp_path / "run", "started")[1]["resumed_from"] >= 2
-    assert_same_weights(done.model, train(small_run(tmp_path / "whole", max_steps=30)).model)
+    assert_same_weights(done.model, train(small_run(tmp_path / "whole")).model)
