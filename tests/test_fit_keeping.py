@@ -104,7 +104,8 @@ def test_a_run_that_was_killed_twice_goes_on_in_its_precision(recipe: str, tmp_p
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.parametrize(("steps", "logged"), slow_but([(7, 3), (10, 3), (9, 1), (7, 50)], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "logged"), [(7, 3), (10, 3), (9, 1), (7, 50)])
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(
     steps: int, logged: int, tmp_path: Path
 ) -> None:

@@ -11,13 +11,12 @@ the job's own, because half precision is slow on a CPU.
 
 A technique that cannot run here is left out, and its own error gives the reason. Each technique has the
 first setting that a planner would try and that this model supports. Other settings only change numbers;
-`test_law_fidelity.py` compares each of them with the plain recipe.
+`test_law_fidelity.py` compares each of them with the plain recipe, also in `make test`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from tempfile import TemporaryDirectory
 
@@ -29,12 +28,11 @@ from snugfit.errors import RecipeError
 from snugfit.techniques import roster
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.technique import Fidelity, Technique
-from tiers import slow_but
 
 task = pytest.importorskip("snugfit.features.digits", reason="the feature digits is not there")
 digits, digits_job = task.digits, task.digits_job
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
 needs_task("image-classification")
 
 STEPS, BATCH = 100, 48
@@ -109,27 +107,21 @@ def _goes(recipe: Recipe) -> bool:
     return True
 
 
-def _is(text: str) -> Callable[[Recipe | Technique], bool]:
-    """Select a case of `make test`: one per fidelity. `test_law_fidelity.py` runs every technique in `make
-    test`."""
-    return lambda case: str(case) == text
-
-
 def tried(fidelity: Fidelity) -> list[Recipe]:
     return [*(Recipe((each,)) for each in candidates(fidelity)), *combinations(fidelity)]
 
 
-@pytest.mark.parametrize("recipe", slow_but(tried(Fidelity.SAME), _is("micro_batches(2)")), ids=str)
+@pytest.mark.parametrize("recipe", tried(Fidelity.SAME), ids=str)
 def test_same_reaches_the_very_accuracy(recipe: Recipe) -> None:
     assert accuracy(recipe) == accuracy(Recipe()) > LEARNED
 
 
-@pytest.mark.parametrize("recipe", slow_but(tried(Fidelity.ROUNDS), 0), ids=str)
+@pytest.mark.parametrize("recipe", tried(Fidelity.ROUNDS), ids=str)
 def test_rounds_comes_within_one_point(recipe: Recipe) -> None:
     assert accuracy(recipe) == pytest.approx(accuracy(Recipe()), abs=POINT)
 
 
-@pytest.mark.parametrize("technique", slow_but(candidates(Fidelity.LEARNS), 0), ids=str)
+@pytest.mark.parametrize("technique", candidates(Fidelity.LEARNS), ids=str)
 def test_learns_does_learn(technique: Technique) -> None:
     reached: dict[float, float] = {}
     for rate in RATES:
