@@ -38,8 +38,8 @@ def run_demo(folder: str) -> int:
     os.chdir(folder)
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     demo = demo_module()
-    demo.KEPT += " + fp16"
-    demo.STEPS, demo.KILLED_AFTER, demo.SAVED_EVERY = 40, 25, 20
+    demo.KEPT += " + fp16 + micro_batches(8)"
+    demo.STEPS, demo.KILLED_AFTER, demo.SAVED_EVERY = 20, 13, 10
     demo.main()
     sys.stdout.flush()
     return 0
@@ -59,13 +59,13 @@ def test_the_demo_is_killed_resumes_and_ends_alike(tmp_path: Path, forks: Forks)
     assert max(map(len, lines[:-1])) <= SCREEN[1]  # the last line ends with a path
     pids = re.findall(r"process (\d+) ", shown)
     assert len({*pids}) == 3
-    assert f"process {pids[0]} was killed with SIGKILL after step 25 of 40" in shown
-    assert f"process {pids[1]} resumed at the checkpoint of step 20" in shown
+    assert f"process {pids[0]} was killed with SIGKILL after step 13 of 20" in shown
+    assert f"process {pids[1]} resumed at the checkpoint of step 10" in shown
     resumed, alone = re.findall(r"^   (?:killed and resumed|left alone) +(.+)$", shown, re.MULTILINE)
     assert resumed == alone
     accuracy = float(resumed.split()[1].rstrip("%"))
-    assert accuracy > 80
-    assert "All 40 losses are equal, and so are the weights" in shown
+    assert accuracy > 30, "a guess gives 10"
+    assert "All 20 losses are equal, and so are the weights" in shown
     predicted, measured = (
         int(re.search(rf"{word} +([\d,]+) ", shown)[1].replace(",", ""))  # type: ignore[index]
         for word in ("predicted", "measured")

@@ -343,9 +343,14 @@ BATCH = 4 * 512 * 8 + 4 * 8
 """Bytes of the carried loop's batch, which stays allocated; a loader's batch is freed before the update."""
 
 
+def is_shown(truth: Truth) -> bool:
+    """True for the carried run of `make test`."""
+    return "ckpt" in truth.name and "amp" in truth.name
+
+
 @pytest.mark.parametrize(
     "truth",
-    slow_but(list(plain_loops()), lambda truth: "ckpt" in truth.name and "amp" in truth.name),
+    slow_but(list(plain_loops()), is_shown),
     ids=lambda truth: truth.name,
 )
 def test_the_carried_plain_loops_hold(truth: Truth) -> None:
@@ -439,10 +444,11 @@ def test_truth_is_read_from_results() -> None:
 @pytest.mark.stored_rehearsals  # the law itself rehearses
 def test_a_wrong_prediction_is_noticed() -> None:
     """The law must fail with planted faults: figures beyond the band, and another recipe's run."""
-    truth = next(iter(plain_loops()))
+    truth = next(filter(is_shown, plain_loops()))
+    other = next(truth for truth in plain_loops() if not is_shown(truth))
     for figure, share in truth.band.items():
         wrong = {**truth.seen, figure: round(truth.seen[figure] * (1 + 2 * share))}
         with pytest.raises(AssertionError, match=r"Measured with .*torch 2\.11"):
             replace(truth, seen=wrong).check()
-    with pytest.raises(AssertionError, match=r"requested_bytes \+"):
-        replace(truth, recipe=Recipe.parse("eager + bf16")).check()
+    with pytest.raises(AssertionError, match=r"requested_bytes [+-]"):
+        replace(truth, seen=other.seen).check()
