@@ -131,6 +131,7 @@ def test_patience_is_counted_once_and_ends_the_run_where_it_would_have(tmp_path:
         assert_same_weights(resumed.model, whole.model)
 
 
+@pytest.mark.slow
 def test_several_sets_are_all_evaluated_again(tmp_path: Path) -> None:
     def made(folder: Path, stop_in: int = 0) -> Any:
         trainer = run_of(folder, stop_in=stop_in, **STEPS)
