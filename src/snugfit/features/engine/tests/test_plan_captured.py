@@ -174,6 +174,7 @@ def test_so_it_is_of_padded_batches_which_are_filled_up(family: str, length: int
     assert_as_predicted(replace(job_of(family), padding=0.25, sequence_length=length), recipe)
 
 
+@pytest.mark.slow
 def test_so_it_is_of_kept_attention_with_dropout() -> None:
     recipe = "bf16 + fused + captured + micro_batches(2) + selective(attention)"
     assert_as_predicted(job_of("bert", layers=3), recipe)

@@ -256,6 +256,7 @@ def test_who_trains_twice_or_says_so_trains_anew(tmp_path: Path) -> None:
         assert not any("has finished" in event.get("text", "") for event in again.told)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_left_takes_none(whole: Any, tmp_path: Path) -> None:
     """The process is killed after the checkpoint of its last step, within an epoch."""
     whole = whole(STEPS)
