@@ -83,6 +83,7 @@ def test_another_mode_or_backend_runs(setting: str) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_on_a_cpu_a_mode_with_graphs_records_none() -> None:
     graphs, plain = rehearsed("llama", "compiled(mode=reduce-overhead)", layers=3), of_llama()
     assert not graphs.of_graphs

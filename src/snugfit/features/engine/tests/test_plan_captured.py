@@ -201,6 +201,7 @@ def test_recipes_that_it_objects_to_are_no_part_of_the_space() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_that_ran_out_of_memory_goes_on_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     recipe = Recipe.parse("bf16 + adamw_fused + captured(multiple=16)")

@@ -332,7 +332,7 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
             "lora(r=4, targets=q_proj|down_proj, dropout=0.1) + bf16 + every_layer",
             "lora(r=4, targets=all-linear, dora=true) + bf16_pure",
         ],
-        2,
+        1,
     ),
 )
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(recipe: str) -> None:

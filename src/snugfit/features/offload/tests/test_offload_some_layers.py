@@ -256,6 +256,7 @@ def test_each_further_layer_frees_memory_and_sends_more(family: str) -> None:
     assert links == sorted(links)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_both_is_recomputed_and_only_its_input_waits() -> None:
     this = deep("llama")
     both = on_a_gpu(this, "first_layers(3) + host(all, layers=3)")

@@ -64,6 +64,7 @@ def test_a_real_step_over_rollouts_is_predicted(task: str, recipe: str, settings
     hold_to_reports(preference_job("llama", task, phase_settings=settings), recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "recipe"), slow_but([("llama", "every_layer"), ("gemma2", "lora")], 1))
 def test_rollouts_take_as_much_as_a_generation(family: str, recipe: str) -> None:
     settings = {"rollouts": 64, "completion_length": 150}
@@ -118,7 +119,7 @@ def test_other_loops_have_the_same_peak(task: str, recipe: str, loop: str) -> No
             "fused + every_layer + bf16 + released", "qlora + selective(attention)", "bf16_master",
             "frozen(parts=embed_tokens) + micro_batches(2)", "adamw_8bit + eager",
         ],
-        2,
+        1,
     ),
 )  # fmt: skip
 def test_techniques_are_predicted_beside_a_reference(recipe: str) -> None:
