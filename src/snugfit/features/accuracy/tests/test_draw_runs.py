@@ -38,6 +38,7 @@ def test_sixteen_draws_meet_every_family() -> None:
         assert {one.family for one in drawn(seed)} == {family.name for family in FAMILIES}
 
 
+@pytest.mark.slow
 def test_draws_are_lawful_and_broad() -> None:
     """Every technique for training but four is drawn; two are for inference. One package cannot be measured
     here, another is slower than a fourth. Frozen parts are a user's choice, and `first_layers` covers

@@ -24,6 +24,7 @@ from snugfit.features.calibration.calibrate import (
     ProbeReading,
     ProbeSeconds,
     SteadyClock,
+    _llama,
     calibrate,
     probes,
 )
@@ -62,6 +63,11 @@ def no_calibration_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # invented machines match their predictions
     monkeypatch.setattr("snugfit.features.calibration.calibrate.PROBE_ERRORS", {})
     monkeypatch.setattr("snugfit.features.calibration.calibrate.rehearse", rehearsed)
+
+
+def llama_of_few_layers(*, layers: int, **sizes: int) -> Job:
+    """Return the job of a probe with at most four layers: the invented machine needs no more."""
+    return _llama(layers=min(layers, 4), **sizes)
 
 
 TRACES: dict[str, Trace] = {}
@@ -131,7 +137,10 @@ def test_another_machine_is_found() -> None:
     assert machine(found, job, recipe) == pytest.approx(machine(true, job, recipe), rel=0.05)
 
 
-def test_on_several_gpus_the_host_is_measured_while_all_work_and_exchanges_are_too() -> None:
+def test_on_several_gpus_the_host_is_measured_while_all_work_and_exchanges_are_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("snugfit.features.calibration.calibrate._llama", llama_of_few_layers)
     known = replace(rates_for(GPU), gpus=4)
     host = replace(known.host.slower(1.4), shard_hook=6e-4)
     bus = {ALL_REDUCE: 0.5, **dict.fromkeys(COLLECTIVES - {ALL_REDUCE}, 0.3)}

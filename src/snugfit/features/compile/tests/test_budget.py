@@ -172,6 +172,7 @@ def test_two_budgets_of_one_process_have_programs_of_their_own() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_rehearsals_of_two_budgets_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds in a plan's worker processes, in which Dynamo reuses traced graphs."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -15,6 +15,7 @@ from snugfit.measurement.child import results_of
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques.recipe import Recipe
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -31,17 +32,20 @@ def small_job(**changes: Any) -> Job:
 
 @pytest.mark.parametrize(
     ("phase", "recipe", "programs"),
-    [
-        # Equal layers share a program: their caches would give each its own.
-        ({}, "compiled(backend=eager)", 1),
-        ({}, "compiled(what=model, backend=eager)", 1),
-        # One program for the prompt and one for all tokens.
-        (
-            {"phase": "generate", "phase_settings": {"new_tokens": 6, "cache": "static"}},
-            "compiled(what=model, backend=eager)",
-            2,
-        ),
-    ],
+    slow_but(
+        [
+            # Equal layers share a program: their caches would give each its own.
+            ({}, "compiled(backend=eager)", 1),
+            # One program for the prompt and one for all tokens.
+            (
+                {"phase": "generate", "phase_settings": {"new_tokens": 6, "cache": "static"}},
+                "compiled(what=model, backend=eager)",
+                2,
+            ),
+            ({}, "compiled(what=model, backend=eager)", 1),
+        ],
+        2,
+    ),
 )
 def test_a_compiled_evaluation_runs_few_programs_with_equal_results(
     phase: dict[str, Any], recipe: str, programs: int

@@ -68,6 +68,7 @@ def test_layers_beyond_the_limit_run_uncompiled(
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_limit_above_the_layers_compiles_all_of_them() -> None:
     trace = rehearse(small_job("llama", layers=3), Recipe.parse("compiled(cache=true)").setup(), CpuPolicy())
     assert not any("recompile_limit" in doubt for doubt in trace.doubts)

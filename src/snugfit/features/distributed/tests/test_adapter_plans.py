@@ -14,7 +14,11 @@ from snugfit.prediction.predict import predict
 
 pytestmark = [pytest.mark.stored_rehearsals, pytest.mark.whole]
 
-JOB = small_job("llama", 4, {"vocab_size": 512, "hidden_size": 128}, batch_size=8, sequence_length=64)
+JOB = small_job("llama", 2, {"vocab_size": 512, "hidden_size": 128}, batch_size=8, sequence_length=64)
+OTHERS = (
+    "bf16_pure + adamw_fused + sdpa + uncompiled + ieee + on_device + all_gradients + default + inline"
+    " + whole_batch + keep_all"
+)
 
 
 @pytest.mark.slow
@@ -30,7 +34,7 @@ def test_the_command_keeps_adapters_and_kernels(tmp_path: Path, capsys: pytest.C
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     command = f"plan {config} --task causal-lm --gpu h200 --gpus 2 --batch-size 8 --sequence-length 64"
-    assert run([*command.split(), "--keep", "lora(r=16) + fused + chunked_loss", "--json"]) == 0
+    assert run([*command.split(), "--keep", f"lora(r=16) + fused + chunked_loss + {OTHERS}", "--json"]) == 0
     [answer] = json.loads(capsys.readouterr().out)["answers"]
     assert answer["recipe"].startswith("lora(r=16) + ")
     assert "fused + chunked_loss" in answer["recipe"]

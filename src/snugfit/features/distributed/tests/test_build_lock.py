@@ -174,6 +174,7 @@ def take_turns(lock: str, log: str) -> int:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_of_many_that_find_it_dead_one_builds_at_a_time(lock: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     pids = [forks().start(take_turns, str(lock), str(log)) for _ in range(MANY)]

@@ -94,7 +94,7 @@ def forks() -> Forks:
     return forks_of("many_ranks")
 
 
-@pytest.mark.parametrize(("recipe", "size", "other", "others"), slow_but(TRAINED, 1))
+@pytest.mark.parametrize(("recipe", "size", "other", "others"), slow_but(TRAINED, TRAINED[1:2].__contains__))
 def test_states_in_eight_bits_train_on_and_elsewhere(
     tmp_path: Path, forks: Forks, recipe: str, size: int, other: str, others: int
 ) -> None:
@@ -116,6 +116,7 @@ def test_states_in_eight_bits_train_on_and_elsewhere(
     same_losses(*([row[0] for row in losses(tmp_path / one).values()] for one in ("whole", "moved")))
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_resumes_on_shards(tmp_path: Path, forks: Forks) -> None:
     """Weights whose rows are no whole blocks go on in 32 bits."""
     recipe = "adamw_8bit(embeddings=8)"
@@ -132,11 +133,11 @@ def test_the_whole_weight_decides_the_number_of_bits() -> None:
     """A matrix of 64 x 256 elements has shards of 2,048 elements on eight GPUs, below bitsandbytes' limit."""
     job = small_job("llama", 1, {"hidden_size": 256, "intermediate_size": 512}, batch_size=8)
     states = {}
-    for gpus in (2, 8):
+    for gpus in few_of([2, 8], [2]):
         for optimizer in ("adamw", "adamw_8bit(embeddings=8)"):
             kinds = predict(job, f"fsdp + {optimizer}", gpu="h200", gpus=gpus).footprint.kinds
             states[gpus, optimizer] = next(v for k, v in kinds.items() if k.name == "OPTIMIZER_STATES")
-    for gpus in (2, 8):
+    for gpus in {gpus for gpus, _ in states}:
         assert states[gpus, "adamw_8bit(embeddings=8)"] < 0.35 * states[gpus, "adamw"]
 
 

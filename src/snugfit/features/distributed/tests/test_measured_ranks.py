@@ -77,9 +77,9 @@ def trace_of(name: str) -> Trace:
         return rehearse(job_of_rank(job, setup), setup, policy_for(find_gpu("h200"), Software()))
 
 
-ONCE = ("ddp_bert_bf16", "ddp_view_gpt2m_fp32", "fsdp_llama1b", "zero1_llama1b")
-"""Runs that `make test` compares, one for each kind of sharding. `test_ranks.py` covers shards on the
-host.
+ONCE = ("ddp_bert_bf16", "fsdp_llama1b")
+"""Runs that `make test` compares, with whole weights and with shards. `test_ranks.py` covers ZeRO-1 and
+shards on the host.
 """
 
 

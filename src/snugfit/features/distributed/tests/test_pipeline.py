@@ -96,13 +96,14 @@ INTERLEAVED = (
     (4, TIED, "pipeline(2, schedule=zero_bubble) + tensor(2) + micro_batches(2) + every_layer"),
 )
 EVERY: staged.Cases = (
-    *((2, JOB, recipe) for recipe in few_of(TWO, [TWO[0], *TWO[2:]])),
+    *((2, JOB, recipe) for recipe in few_of(TWO, TWO)),
     *((4, JOB, recipe) for recipe in few_of(FOUR, FOUR)),
     *((2, TIED, recipe) for recipe in few_of(TIED_TWO, TIED_TWO[:1])),
     *((4, TIED, recipe) for recipe in few_of(TIED_FOUR, TIED_FOUR)),
-    *few_of(INTERLEAVED, [INTERLEAVED[0], *INTERLEAVED[3:]]),
+    *few_of(INTERLEAVED, [*INTERLEAVED[:2], *INTERLEAVED[3:]]),
 )  # fmt: skip
-"""Cases of schedules. `make test` runs each schedule with one job on two ranks."""
+"""Cases of schedules. `make test` runs 1F1B and zero-bubble, whose stages interleave, on two ranks. 
+`test_train_stages.py` trains interleaved stages."""
 NAMES = [f"{ranks}-{'tied-' * (job in (TIED, DEEP_TIED))}{recipe}" for ranks, job, recipe in EVERY]
 
 
@@ -134,7 +135,7 @@ def test_what_is_sent_and_not_held_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rank_patches, "_Handle", lambda *tensors: has_nothing)
     staged.rehearsed.cache_clear()
     with pytest.raises(AssertionError):
-        hold(2, TWO[1], 0)
+        hold(2, INTERLEAVED[2][2], 0, TIED)
     staged.rehearsed.cache_clear()
 
 
@@ -166,7 +167,7 @@ def test_gradients_of_weights_apart_take_the_host_time() -> None:
     """
 
     def counted(schedule: str, rank: int) -> list[int]:
-        trace = rehearsed(2, f"pipeline(2, schedule={schedule}) + micro_batches(4)", rank)
+        trace = rehearsed(2, f"pipeline(2, schedule={schedule}) + micro_batches(4)", rank, TIED)
         return [kernel.tensors for kernel in trace.kernels if kernel.operator == WEIGHTS_APART]
 
     assert counted("interleaved", 1) == []
@@ -391,6 +392,7 @@ def test_torch_runs_the_passes_in_the_order_that_is_simulated(
         assert len(trace.passes) == 1 + len(order), "the loop marks its beginning"
 
 
+@pytest.mark.slow
 @pytest.mark.stored_rehearsals
 def test_a_step_is_as_long_as_its_stages_take() -> None:
     few, many = (predict(JOB, f"pipeline(2) + micro_batches({n})", gpu="h200", gpus=2).timing for n in (2, 4))

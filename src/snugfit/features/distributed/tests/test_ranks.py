@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from aligned import Event, compare, peak
-from gloo_ranks import Case, Ran, assert_same_account, by_case, losses_of, run_ranks
+from gloo_ranks import Case, Ran, assert_same_account, by_case, in_steps, losses_of, run_ranks
 from rank_events import unheard, without_own
 from reported import foreseen
 from small_models import small_job
@@ -65,16 +65,47 @@ TWO = [
     }.items()
     for recipe in recipes
 ]  # fmt: skip
+ADAPTERS = [
+    ("llama", "fsdp + lora(r=4, targets=all-linear)"),
+    ("llama", "fsdp + lora(r=4) + bf16 + micro_batches(2)"),
+    ("llama", "fsdp(reshard=all) + lora(r=4) + bf16_pure + every_layer"),
+    ("bert", "fsdp + lora(r=4, rslora=true)"),
+    ("llama", "ddp(bucket_views=true) + lora(r=4, dora=true) + bf16_pure + every_layer"),
+    ("bert", "ddp + lora(r=4, dropout=0.1) + bf16 + micro_batches(2)"),
+    ("llama", "ddp + qlora(r=4) + bf16"),
+    ("llama", "fsdp + qlora(r=4, targets=all-linear) + bf16_pure + every_layer"),
+    ("llama", "fsdp(reshard=none) + qlora(r=4, double=false) + bf16"),
+    ("mixtral", "fsdp + lora(r=4, parameters=experts.gate_up_proj, targets=q_proj)"),
+]
+KERNELS = [
+    ("llama", "ddp + fused"),
+    ("llama", "ddp(bucket_views=true) + fused + bf16 + micro_batches(2)"),
+    ("llama", "ddp + fused + bf16_pure + lora(r=4, targets=all-linear)"),
+    ("llama", "ddp + fused + bf16 + qlora(r=4)"),
+    ("llama", "zero1 + fused + bf16_pure"),
+    ("llama", "ddp + chunked_loss(tokens=64) + bf16"),
+    ("llama", "fsdp + fused + chunked_loss(tokens=64) + bf16_pure"),
+    ("qwen3", "fsdp(reshard=all) + chunked_loss(tokens=64) + lora(r=4) + bf16 + micro_batches(2)"),
+    ("llama", "fsdp + fused"),
+    ("llama", "fsdp + fused + bf16 + every_layer"),
+    ("llama", "fsdp(reshard=all) + fused + bf16_pure + lora(r=4) + micro_batches(2)"),
+    ("llama", "fsdp + fused + bf16 + lora(r=4, targets=all-linear) + every_layer"),
+    ("llama", "fsdp + fused + bf16_pure + qlora(r=4, targets=all-linear)"),
+    ("qwen3", "fsdp(reshard=none) + fused(recomputed_mlps=1) + bf16"),
+    ("bert", "ddp + fused + bf16"),
+    ("bert", "fsdp + fused + bf16 + micro_batches(2)"),
+]
 COVERING = [
     ("llama", "ddp(bucket_views=true) + bf16"), ("llama", "fsdp"), ("llama", "context(2)"),
-    ("llama", "fsdp(reshard=all) + every_layer + bf16"),
     ("mixtral", "bf16 + micro_batches(2) + tensor(2) + expert(2)"),
     ("bert", "zero1(bucket_views=true) + bf16 + adamw_fused + micro_batches(2)"),
+    ADAPTERS[2], ADAPTERS[4], ADAPTERS[7], KERNELS[2], KERNELS[6],
 ]  # fmt: skip
-"""Cases with each technique for several GPUs in one or two jobs. `test_ranks_elsewhere.py` combines FSDP with
+"""Cases with each technique for several GPUs in one or two jobs. `test_ranks_elsewhere.py` combines DDP with
 micro-batches.
 """
-TWO = few_of(TWO, [case for case in TWO if case not in COVERING])
+EVERY = [*TWO, *ADAPTERS, *KERNELS]
+TWO = few_of(EVERY, [case for case in EVERY if case not in COVERING])
 FOUR = [
     ("llama", "hsdp(2)"), ("llama", "hsdp(2, reshard=none) + bf16"), ("bert", "fsdp + bf16"),
     ("llama", "ddp + tensor(2)"), ("llama", "fsdp + tensor(2)"),
@@ -117,14 +148,16 @@ def rehearsed(ranks: int, family: str, recipe: str, rank: int = 0) -> list[Event
 def hold(ranks: int, family: str, recipe: str, rank: int = 0) -> None:
     """Assert law 1 (real and simulated allocations are equal) for one of this number of ranks."""
     account, trace = real(ranks)[family, recipe, rank].account, rehearsed(ranks, family, recipe, rank)
-    assert_same_account(account, trace, f"{family}, {recipe}, rank {rank} of {ranks}")
+    kept = in_steps if "qlora" in recipe else list  # the CPU quantizes weights with temporaries of its own
+    assert_same_account(account, trace, f"{family}, {recipe}, rank {rank} of {ranks}", kept=kept)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("family", "recipe"), TWO)
 def test_one_of_two_real_ranks_allocates_what_its_trace_says(family: str, recipe: str) -> None:
-    hold(2, family, recipe)
-    hold(2, family, recipe, rank=1)
+    """In `make test` one rank of each case is compared, the first and the last one in turn."""
+    for rank in few_of([0, 1], [TWO.index((family, recipe)) % 2]):
+        hold(2, family, recipe, rank)
 
 
 @pytest.mark.whole
@@ -177,6 +210,7 @@ def test_a_gathered_tensor_that_is_not_freed_is_noticed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_gathered_weights_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     resize = RankAllocations.resize
     monkeypatch.setattr(
@@ -277,7 +311,7 @@ def test_micro_batches_that_repeat_are_written_again(
 @pytest.mark.parametrize("recipe", slow_but(["hsdp(4) + bf16", "fsdp"], 1))
 def test_no_rank_has_all_of_a_model_that_is_built_on_the_host(recipe: str) -> None:
     """A rank holds its parts and one whole layer at a time. The blocks of the steps stay the same."""
-    job = small_job("llama", 6, batch_size=BATCH)
+    job = small_job("llama", 4, batch_size=BATCH)
     on_device, on_host = (
         trace_of_rank(replace(job, build_on=where), recipe, 8, steps=1) for where in ("device", "host")
     )

@@ -36,7 +36,7 @@ from snugfit.results.footprint import Kind
 from snugfit.step.applier import refuse_unsupported
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.several_gpus import job_of_rank, on_gpus
-from tiers import few_of
+from tiers import few_of, slow_but
 
 TWO = {
     "accelerate": (
@@ -58,7 +58,7 @@ TWO = {
         ("llama", "fsdp + lora(r=4, targets=all-linear) + bf16 + chunked_loss(tokens=64)"),
     ),
 }
-LATER = {"accelerate": [0, 1, 2, 4, 5, 7, 8], "trainer": [1, 3, 4]}
+LATER = {"accelerate": [0, 1, 2, 4, 5, 6, 7, 8], "trainer": [1, 2, 3, 4]}
 """Cases that `make test` omits, by training loop. The Trainer covers DDP, because it uses accelerate."""
 TWO = {loop: tuple(few_of(cases, [cases[number] for number in LATER[loop]])) for loop, cases in TWO.items()}
 CASES = [(loop, *one) for loop, cases in TWO.items() for one in cases]
@@ -174,7 +174,7 @@ def level_while_building(trace: Trace) -> list[int]:
     return levels
 
 
-@pytest.mark.parametrize("loop", ["accelerate", "trainer"])
+@pytest.mark.parametrize("loop", slow_but(["accelerate", "trainer"], 1))
 def test_a_prediction_is_of_the_loop_s_own_groups(loop: str) -> None:
     """The simulated optimizer has the shards, although accelerate first passes it the whole weights."""
     job, _ = case("llama", "fsdp + bf16")

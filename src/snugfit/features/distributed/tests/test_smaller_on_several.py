@@ -163,9 +163,7 @@ def test_deepspeed_and_one_gpu_are_left_to_others(in_full: list[str]) -> None:
 
 
 @pytest.mark.stored_rehearsals
-@pytest.mark.parametrize(
-    "processes", [pytest.param(False, marks=pytest.mark.whole), pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("processes", slow_but([False, True], 0))
 def test_two_gpus_go_on_with_what_is_predicted_to_need_less(
     processes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(CASES, 2))
+@pytest.mark.parametrize(("recipe", "size", "job"), slow_but(CASES, CASES[1:2].__contains__))
 def test_as_one_process_without_an_engine(
     tmp_path: Path, forks: Forks, alone: Callable[[str], Path], recipe: str, size: int, job: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_in_bf16_it_begins_with_the_weights_in_fp32(
     ("recipe", "adapters"),
     slow_but(
         [(ZERO2, "lora(r=4)"), (ZERO3, "lora(r=4)"), (ZERO2, "qlora(r=4)"), (ZERO3, "qlora(r=4)")],
-        lambda case: case in ((ZERO2, "lora(r=4)"), (ZERO3, "qlora(r=4)")),
+        lambda case: case == (ZERO3, "qlora(r=4)"),
     ),
 )
 def test_adapters_are_whole_in_each_checkpoint(
@@ -252,7 +252,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "were", "after", "size"), slow_but(OTHERS, OTHERS[1:3].__contains__))
+@pytest.mark.parametrize(("before", "were", "after", "size"), slow_but(OTHERS, OTHERS[2:3].__contains__))
 def test_resumed_on_others_it_has_the_same_numbers(
     tmp_path: Path,
     forks: Forks,
@@ -379,9 +379,9 @@ def test_a_signal_to_one_stops_all_at_one_boundary(tmp_path: Path, forks: Forks)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 1))
+@pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 0))
 def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, recipe: str) -> None:
-    """The loss of one process is NaN, so the loss of all is. The skipped step leaves no gradient."""
+    """The loss of one process is NaN, so the loss of all is."""
     how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
     assert trained(forks, tmp_path / "run", 2, fault={"1": "no_number"}, **how) == [1, 1]
     assert fault_told(tmp_path / "run", 0).startswith("SnugfitError: Step 4: The loss is nan")
@@ -389,6 +389,12 @@ def test_a_loss_that_is_no_number_changes_nothing(tmp_path: Path, forks: Forks, 
     ran(forks, tmp_path / "run", 2, **how)
     ran(forks, tmp_path / "whole", 2, **how)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("recipe", slow_but([ZERO2, ZERO3, f"bf16 + {ZERO2}", f"bf16 + {ZERO3}"], 1))
+def test_a_skipped_step_leaves_no_gradient(tmp_path: Path, forks: Forks, recipe: str) -> None:
+    how: dict[str, Any] = {"recipe": recipe, "layers": 1, "lr_scheduler_type": "constant"}
+    ran(forks, tmp_path / "whole", 2, **how)
     ran(forks, tmp_path / "skipped", 2, fault={"1": "no_number"}, on_nonfinite="skip", **how)
     skipped, whole = losses(tmp_path / "skipped"), losses(tmp_path / "whole")
     assert [skipped[step] for step in (1, 2, 3)] == [whole[step] for step in (1, 2, 3)]

@@ -83,6 +83,7 @@ def test_weights_stay_on_the_gpu_without_their_states() -> None:
 
 @with_deepspeed
 @pytest.mark.whole
+@pytest.mark.slow
 def test_no_second_copy_of_the_weights_is_on_the_host() -> None:
     """Otherwise the Trainer would build a whole model on the host."""
     this = job_with_large_layers()

@@ -356,7 +356,8 @@ def test_nothing_is_said_of_lost_updates_and_how_much_was_measured_is() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_plan_that_keeps_it_gives_what_a_prediction_gives(dtype: str) -> None:
     job, gpu = replace(small_job("bert", 2, batch_size=4), dtype=dtype), find_gpu("h200")
     found = plan(job, gpu=gpu, keep=kept("bf16_master", but="attention optimizer"), workers=1)

@@ -174,6 +174,7 @@ def test_so_it_is_of_padded_batches_which_are_filled_up(family: str, length: int
     assert_as_predicted(replace(job_of(family), padding=0.25, sequence_length=length), recipe)
 
 
+@pytest.mark.slow
 def test_so_it_is_of_kept_attention_with_dropout() -> None:
     recipe = "bf16 + fused + captured + micro_batches(2) + selective(attention)"
     assert_as_predicted(job_of("bert", layers=3), recipe)
@@ -200,6 +201,7 @@ def test_recipes_that_it_objects_to_are_no_part_of_the_space() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_that_ran_out_of_memory_goes_on_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     recipe = Recipe.parse("bf16 + adamw_fused + captured(multiple=16)")

@@ -91,7 +91,9 @@ def states_by_name(step: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("clip", "recipe", "family"), crossed([None, 0.05], RECIPES, ["bert", "llama"]))
+@pytest.mark.parametrize(
+    ("clip", "recipe", "family"), crossed([None, 0.05], RECIPES, ["bert", "llama"], keep=7)
+)
 def test_weights_and_states_are_those_of_kept_gradients(
     family: str, recipe: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +207,7 @@ def test_a_run_is_the_same_and_goes_on_where_it_was_killed(tmp_path: Path, clip:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", slow_but(["bf16_pure + adamw_stochastic", "bf16_pure + adamw_8bit"], 1))
+@pytest.mark.parametrize("recipe", slow_but(["bf16_pure + adamw_stochastic", "bf16_pure + adamw_8bit"], 0))
 def test_bfloat16_weights_go_on_where_they_were_killed(tmp_path: Path, recipe: str) -> None:
     """The random numbers of the rounding come from the generator whose state a checkpoint has."""
     job, text = bert_job(clip=None, layers=2), f"{recipe} + released"
@@ -231,7 +233,7 @@ def test_small_updates_are_kept_within_the_backward_pass() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("clip", "what"), crossed([None, 1.0], ["loss", "gradient"]))
+@pytest.mark.parametrize(("clip", "what"), crossed([None, 1.0], ["gradient", "loss"], keep=1))
 def test_what_is_no_number_changes_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, clip: float | None
 ) -> None:
@@ -299,14 +301,14 @@ def test_when_memory_runs_out_between_updates_the_run_goes_back(
     [
         *crossed([1.0, None], ["bf16_master", "bf16_master + adamw_compact", "adamw_fused"], keep=1),
         # On a CPU torch's norm in 32 bits copies 16-bit gradients, which no trace has.
-        *((None, recipe) for recipe in SMALL),
+        *slow_but([(None, recipe) for recipe in SMALL], 1),
     ],
 )
 def test_a_real_step_allocates_what_its_trace_says(recipe: str, clip: float | None) -> None:
     hold_third_step(job_of("bert", clip), Recipe.parse(f"{recipe} + released").setup())
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", slow_but([1.0, None], 1))
 def test_played_passes_allocate_nothing_and_update_within(clip: float | None) -> None:
     job = replace(small_job("bert", 2, batch_size=4), clip=clip)
     setup = Recipe.parse("bf16_master + fused + released + captured").setup()
@@ -336,7 +338,7 @@ def test_each_hook_on_a_gradient_takes_the_host_three_functions() -> None:
 
 
 def test_a_weight_takes_two_bytes_less_and_a_second_pass_takes_its_time() -> None:
-    job = replace(small_job("llama", 4, batch_size=1), clip=1.0)
+    job = replace(small_job("llama", 2, batch_size=1), clip=1.0)
     kept, released = (predict(job, f"bf16_master{more}", gpu="h200") for more in ("", " + released"))
     kinds = [dict(one.footprint.kinds) for one in (kept, released)]
     assert kinds[0]["weights"] == kinds[1]["weights"]

@@ -22,6 +22,7 @@ from snugfit.rehearsal.rehearse import rehearse
 from snugfit.step import clipping
 from snugfit.techniques.recipe import Recipe
 from third_step import hold_third_step
+from tiers import slow_but
 
 CLIP = 0.05
 RECIPES = (
@@ -50,7 +51,9 @@ def clip_late(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", slow_but(RECIPES, lambda recipe: recipe not in ("sgd", "bf16 + every_layer"))
+)
 def test_weights_and_states_are_those_of_kept_gradients(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("bert", CLIP)
     with monkeypatch.context() as patched:
@@ -92,7 +95,7 @@ def test_a_resumed_run_clips_by_the_norm_of_its_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["bf16_master + adamw_compact", "adamw_fused"])
+@pytest.mark.parametrize("recipe", slow_but(["adamw_fused", "bf16_master + adamw_compact"], 1))
 def test_a_real_step_allocates_what_its_trace_says(recipe: str) -> None:
     hold_third_step(job_of("bert", 1.0), Recipe.parse(f"{recipe} + released_late").setup())
 

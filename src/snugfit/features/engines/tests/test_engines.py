@@ -199,7 +199,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
 
 EXPORTS = [
     pytest.param("onnxruntime", "llama", GENERATES, marks=pytest.mark.whole),
-    pytest.param("openvino", "bert", {"padding": 0.5}, marks=pytest.mark.whole),
+    pytest.param("openvino", "bert", {"padding": 0.5}, marks=pytest.mark.slow),
     pytest.param("openvino", "llama", GENERATES, marks=pytest.mark.slow),
     pytest.param("onnxruntime", "llama", {}, marks=pytest.mark.slow),
 ]

@@ -391,7 +391,7 @@ def test_odd_values_are_read_checked_and_fixed_without_an_accident(
     left."""
     rng = random.Random(f"{name}.{suffix}")
     file = tmp_path / f"odd.{suffix}"
-    for _ in range(15):
+    for _ in range(8):
         document = odd_document(name, rng)
         file.write_text(json.dumps(document) if suffix == "json" else yaml.safe_dump(document))
         read_arguments(file)

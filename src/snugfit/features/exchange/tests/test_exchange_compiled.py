@@ -40,7 +40,7 @@ def test_a_script_compiles_the_layers_and_nothing_around_them(tmp_path: Path, to
     "recipe",
     slow_but(
         ["compiled", "compiled + every_layer", "lora(r=4) + compiled", WHOLE],
-        lambda recipe: recipe in ("compiled + every_layer", WHOLE),
+        lambda recipe: recipe == "compiled + every_layer",
     ),
 )
 def test_an_exported_loop_trains_as_ours(tmp_path: Path, recipe: str, traced_only: list[str]) -> None:

@@ -497,6 +497,7 @@ def test_the_command_takes_gpus_and_a_job_file_has_them(
     assert "Add --gpus 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_prediction_is_exported_for_as_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job_in(tmp_path / "model")
     line = [

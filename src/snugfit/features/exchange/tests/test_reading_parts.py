@@ -605,11 +605,9 @@ def test_plans_for_several_gpus_repeat_what_was_not_read(
 
 def test_the_rows_of_an_embedding_are_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "bert-base-uncased", "--task", "masked-lm", "--batch-size", "1", "--json"]
-    sizes = []
-    for more in ([], ["--vocab-size", "x64"], ["--vocab-size", "40000"]):
-        assert run([*words, "--sequence-length", "8", *more]) == 0
-        sizes.append(json.loads(capsys.readouterr().out)["job"]["model"]["config"]["vocab_size"])
-    assert sizes == [30522, 30528, 40000]
+    assert run([*words, "--sequence-length", "8", "--vocab-size", "x64"]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert job["model"]["config"]["vocab_size"] == 30528, "30522 is no multiple of 64"
     assert run([*words, "--vocab-size", "many"]) == 2
     assert "x64 for a multiple" in capsys.readouterr().err
     for command in (

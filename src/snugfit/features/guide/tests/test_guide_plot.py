@@ -16,15 +16,12 @@ from snugfit.techniques.registry import picture
 plot = pytest.importorskip("snugfit.features.guide.plot", reason="the feature page is not there")
 
 
-def test_the_plot_is_the_same_twice_and_reads_any_name() -> None:
-    """The name `$\\bad{$` is not read as a formula. A committed plot changes only with its figures."""
+def test_the_plot_reads_any_name() -> None:
+    """The name `$\\bad{$` is not read as a formula."""
 
     result = guide_result(measured=True)
     result = replace(result, gpu=EVIL.replace("\x1b", ""))
-    svg = picture(result, "svg")
-    assert svg == picture(result, "svg")
-    assert b"<script>" not in svg
-    assert picture(result, "png").startswith(b"\x89PNG")
+    assert b"<script>" not in picture(result, "svg")
 
 
 def test_the_plot_draws_each_known_figure() -> None:

@@ -197,6 +197,7 @@ def test_one_new_token_needs_no_decoding() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_the_largest_number_of_beams_fits() -> None:
     job = generating_job("gpt2", prompt=4, new_tokens=2)
     limit = 760 * MIB

@@ -84,15 +84,15 @@ def test_a_quantized_cache(family: str) -> None:
 
 
 BEAMS = [
-    # Those that `test_greedy` has with the static cache, and one with it.
-    ("llama", "static"),
+    # An encoder, windows and states reorder their caches in code of their own.
+    *(("llama", "static"), ("t5", "dynamic"), ("gemma3_text", "dynamic"), ("mamba2", "dynamic")),
     *((family, "dynamic") for family in (*STATIC, *DYNAMIC)),
     *((family, "static") for family in GENERATING if family != "llama"),
     *((family, "quantized") for family in QUANTIZED),
 ]
 
 
-@pytest.mark.parametrize(("family", "cache"), slow_but(BEAMS, 1 + len(STATIC)))
+@pytest.mark.parametrize(("family", "cache"), slow_but(dict.fromkeys(BEAMS), 4))
 def test_beams(family: str, cache: str) -> None:
     hold(generating_job(family, cache=cache, beams=3, batch_size=2, new_tokens=NEW))
 
@@ -112,7 +112,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "cache", "beams"), slow_but(dict.fromkeys(OFFLOADED), 3))
+@pytest.mark.parametrize(("family", "cache", "beams"), slow_but(dict.fromkeys(OFFLOADED), 2))
 def test_an_offloaded_cache(family: str, cache: str, beams: int) -> None:
     """The CPU's copies to the host leave torch's allocator, as those of a GPU leave its memory."""
     hold(generating_job(family, cache=cache, beams=beams, batch_size=2, new_tokens=NEW))
@@ -139,7 +139,7 @@ def test_an_offloaded_cache_is_on_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("family", "new_tokens"),
-    slow_but([("gpt2", 16), ("t5", 16), ("mistral", 40)], 2),  # its window fills
+    slow_but([("gpt2", 16), ("t5", 16), ("mistral", 40)], 1),  # its window fills
 )
 def test_a_peak_in_the_last_decode_step(family: str, new_tokens: int) -> None:
     """With a short prompt, the cache grows until the peak is in a decode step."""

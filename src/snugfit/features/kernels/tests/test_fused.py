@@ -102,7 +102,7 @@ def test_every_kernel_that_should_run_is_launched() -> None:
 
 
 def test_layers_that_are_recomputed_launch_theirs_again() -> None:
-    for family in ("bert", "vit", "gpt2"):
+    for family in ("bert", "gpt2"):
         kept, again = (
             launches(trace_of(recipe, family)) for recipe in ("bf16 + fused", "bf16 + fused + every_layer")
         )
@@ -175,7 +175,7 @@ def test_attention_over_padded_rows_computes_what_their_stretches_hold(recorded:
     crossed(
         ["fused", "bf16_master + adamw_fused + fused", "bf16 + every_layer + fused"],
         ["bert", "vit", "gpt2"],
-        keep=2,
+        keep=1,
     ),
 )
 def test_a_real_step_allocates_what_its_trace_says(family: str, recipe: str) -> None:

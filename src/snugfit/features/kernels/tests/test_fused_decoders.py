@@ -32,7 +32,7 @@ from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish, LogitsWish
 from third_step import hold_third_step
-from tiers import crossed
+from tiers import crossed, slow_but
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -97,6 +97,8 @@ IN_PARTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "granite_swa": ({"sliding_window": 4}, {"Attention", "MLP", "DecoderLayer", "RMSNorm"}),
 }  # fmt: skip
 """Families that have other code in some parts of a layer, with the parts that have kernels."""
+EVERY = [*FAMILIES, *IN_PARTS]
+"""All families. In `make test`, each one runs in 16 bits or under autocast."""
 
 PARTS = {"Attention", "MLP", "DecoderLayer", "RMSNorm"}
 
@@ -140,7 +142,7 @@ def hold(plain: Any, fused: Any, bound: float, **inputs: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
+@pytest.mark.parametrize("family", EVERY)
 def test_a_fused_model_is_the_model(family: str) -> None:
     plain = small(family)
     fused = copy.deepcopy(plain)
@@ -207,13 +209,13 @@ def draws(family: str) -> list[Any]:
     return [small(family, seed=seed) for seed in range(5 if family in ("gpt_oss", "granite_swa") else 1)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
+@pytest.mark.parametrize("family", slow_but(EVERY, EVERY[::2].__contains__))
 def test_under_autocast_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
     # Under autocast transformers computes experts in their weights' 32 bits, and `fused` in 16.
     hold_errors(draws(family), autocast=True, factor=2.0 if family == "gpt_oss" else 1.3)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *IN_PARTS])
+@pytest.mark.parametrize("family", slow_but(EVERY, EVERY[1::2].__contains__))
 def test_in_16_bits_it_is_as_close_as_the_model_s_own_code(family: str) -> None:
     hold_errors([model.bfloat16() for model in draws(family)], autocast=False)
 

@@ -10,6 +10,7 @@ import torch
 
 import snugfit
 from fitted import losses_of, model_of, padded, quiet, spoken, trainer_of
+from tiers import crossed
 
 pytest.importorskip("peft", reason="peft is not installed")
 
@@ -39,8 +40,7 @@ def in_own_loop(folder: Path, model: Any, recipe: str) -> list[float]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("train", [fitted, in_own_loop])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("train", "dora"), crossed([fitted, in_own_loop], [False, True]))
 def test_adapter_kernels_run_in_users_loops(train: Any, dora: bool, tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", adapted(dora=dora), "plain")
     model = adapted(dora=dora)

@@ -326,11 +326,14 @@ def test_merged_and_disabled_adapters_run_peft_s_code() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "recipe",
-    [
-        "lora(r=4, targets=all-linear) + bf16_pure",
-        "lora(r=4, targets=q_proj|down_proj, dropout=0.1) + bf16 + every_layer",
-        "lora(r=4, targets=all-linear, dora=true) + bf16_pure",
-    ],
+    slow_but(
+        [
+            "lora(r=4, targets=all-linear) + bf16_pure",
+            "lora(r=4, targets=q_proj|down_proj, dropout=0.1) + bf16 + every_layer",
+            "lora(r=4, targets=all-linear, dora=true) + bf16_pure",
+        ],
+        1,
+    ),
 )
 def test_a_real_step_with_adapters_allocates_what_its_trace_says(recipe: str) -> None:
     hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
@@ -435,7 +438,9 @@ def test_a_fused_model_in_4_bits_is_the_model(family: str, targets: str) -> None
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["qlora(r=4, targets=all-linear) + bf16_pure", "qlora(r=4) + bf16"])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["qlora(r=4, targets=all-linear) + bf16_pure", "qlora(r=4) + bf16"], 1)
+)
 def test_a_real_step_in_4_bits_allocates_what_its_trace_says(recipe: str) -> None:
     hold_third_step(small_job("llama", 2), Recipe.parse(f"{recipe} + fused").setup())
 
@@ -472,7 +477,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("recipe", ["lora(4, targets=all-linear) + bf16_pure + every_layer", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", slow_but(["bf16", "lora(4, targets=all-linear) + bf16_pure + every_layer"], 1)
+)
 def test_a_trainer_runs_the_kernels_of_adapters(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from snugfit.step.checkpointing import checkpoint_layers
 from snugfit.techniques.recipe import Recipe
 from snugfit.techniques.setup import CheckpointWish
 from third_step import hold_third_step
+from tiers import slow_but
 
 TILE = 4  # the batch of `run` has 14 tokens: three tiles, and two tokens more
 
@@ -118,11 +119,14 @@ def test_the_peak_has_one_tile_instead_of_all_tokens() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        "lora(r=4, targets=all-linear) + bf16_pure + every_layer",
-        "bf16 + selective(attention)",
-        "bf16_pure",
-    ],
+    slow_but(
+        [
+            "lora(r=4, targets=all-linear) + bf16_pure + every_layer",
+            "bf16 + selective(attention)",
+            "bf16_pure",
+        ],
+        2,
+    ),
 )
 @pytest.mark.whole
 def test_a_real_step_allocates_what_its_trace_says(recipe: str) -> None:

@@ -36,7 +36,7 @@ def pace(job: Job, recipe: str = "bf16", gpu: str = "h200") -> LengthProfiler:
         pytest.param("gpt2", "bf16_pure + every_layer", "a100-80gb", marks=pytest.mark.slow),
         pytest.param("llama", "fp16", "v100-16gb", marks=pytest.mark.slow),
         pytest.param("gemma2", "bf16 + eager", "h200", marks=pytest.mark.slow),
-        ("mixtral", "bf16", "h200"),
+        pytest.param("mixtral", "bf16", "h200", marks=pytest.mark.slow),
         pytest.param("t5", "bf16", "h200", marks=pytest.mark.slow),
     ],
 )
@@ -112,7 +112,7 @@ def test_seconds_between_many_lengths_lie_on_lines(monkeypatch: pytest.MonkeyPat
         assert seconds.step == pytest.approx(exact[length].step, rel=0.01)
 
 
-@pytest.mark.parametrize(("length", "padded"), [(12, True), (32, False)])
+@pytest.mark.parametrize(("length", "padded"), slow_but([(12, True), (32, False)], 1))
 def test_bytes_are_those_of_the_prediction(length: int, padded: bool) -> None:
     job = small_job("llama", layers=1, batch_size=6)
     known = pace(job, "bf16 + micro_batches(3) + expandable")

@@ -88,6 +88,7 @@ def test_a_length_of_odd_tokens(found: Callable[..., dict[str, Size]]) -> None:
     assert (size.given, size.instead, size.proposed, size.assumed) == (61, 64, True, True)
 
 
+@pytest.mark.slow
 def test_a_length_just_past_a_tile(found: Callable[..., dict[str, Size]]) -> None:
     """One token more needs one tile more. The report shows the shorter length and does not propose it.
 
@@ -119,6 +120,7 @@ def test_a_batch_that_leaves_a_wave_half_empty(found: Callable[..., dict[str, Si
     assert (larger.more_bytes or 0) >= 0
 
 
+@pytest.mark.slow
 def test_micro_batches_stay_what_they_are(found: Callable[..., dict[str, Size]]) -> None:
     job = gpt2(batch_size=18, facts={"n_embd": 256, "vocab_size": 4096})
     assert found(job, "bf16 + micro_batches(2)", multiprocessors=16)["batch down"].instead == 16

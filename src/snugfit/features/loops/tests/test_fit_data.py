@@ -74,7 +74,7 @@ def whole_of(case: str, folder: Path) -> Any:
 
 
 STOPS = [(case, stop) for case in CASES for stop in (3, 6, 8, 11)]
-QUICK = [("accumulated stream", 6), ("drawing from its own", 3)]
+QUICK = [("accumulated stream", 6)]
 
 
 @pytest.mark.parametrize(("case", "stop"), slow_but(STOPS, QUICK.__contains__))

@@ -122,12 +122,12 @@ def test_micro_batches_are_the_whole_batch(way: str, tmp_path: Path) -> None:
             "mean per sample, in a model that takes anything",
             "BertForSequenceClassification averages over each",
         ),
-        ("mean per token, divided by the model", None),
+        pytest.param("mean per token, divided by the model", None, marks=pytest.mark.slow),
         ("a model of one's own", "NoKeywords the same weight"),
         ("compute_loss that averages tokens", "compute_loss averages over each micro-batch"),
         ("compute_loss that divides", None),
         ("compute_loss_func that averages", "compute_loss_func averages over each micro-batch"),
-        ("compute_loss_func that divides", None),
+        pytest.param("compute_loss_func that divides", None, marks=pytest.mark.slow),
     ],
 )
 def test_what_transformers_does_wrong_is_said_once(way: str, words: str | None, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_patience_is_counted_once_and_ends_the_run_where_it_would_have(tmp_path:
         assert_same_weights(resumed.model, whole.model)
 
 
+@pytest.mark.slow
 def test_several_sets_are_all_evaluated_again(tmp_path: Path) -> None:
     def made(folder: Path, stop_in: int = 0) -> Any:
         trainer = run_of(folder, stop_in=stop_in, **STEPS)
@@ -255,6 +256,7 @@ def test_who_trains_twice_or_says_so_trains_anew(tmp_path: Path) -> None:
         assert not any("has finished" in event.get("text", "") for event in again.told)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_left_takes_none(whole: Any, tmp_path: Path) -> None:
     """The process is killed after the checkpoint of its last step, within an epoch."""
     whole = whole(STEPS)

@@ -53,6 +53,7 @@ def test_a_recipe_changes_no_loss(recipe: str, model: Any, tmp_path: Path) -> No
     assert type(fitted).__name__ == "SFTTrainer"
 
 
+@pytest.mark.slow
 def test_it_is_resumed(tmp_path: Path) -> None:
     wanted = {"micro": (2, 2), "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     model = model_of("llama")

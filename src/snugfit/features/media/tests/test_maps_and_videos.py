@@ -32,6 +32,7 @@ from snugfit.techniques.setup import Setup
 from snugfit.training.run.dataset import data_of
 from test_batch import evaluated, job_of, loss_of
 from test_law_rehearsed_equals_real import hold_to_reports
+from tiers import slow_but
 
 MAPS, VIDEOS = Task("semantic-segmentation"), Task("video-classification")
 
@@ -84,7 +85,8 @@ def test_names_of_the_hub_and_a_single_class() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("config", "recipe"), [(VIVIT, "micro_batches(2)"), (TIMESFORMER, "every_layer"), (VJEPA2, "plain")]
+    ("config", "recipe"),
+    slow_but([(VIVIT, "micro_batches(2)"), (TIMESFORMER, "every_layer"), (VJEPA2, "plain")], 2),
 )
 def test_a_real_step_on_videos_allocates_what_its_trace_says(config: dict[str, Any], recipe: str) -> None:
     hold_to_reports(job_of(config, VIDEOS, labels=5), Recipe.parse(recipe))

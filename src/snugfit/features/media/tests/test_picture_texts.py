@@ -25,6 +25,7 @@ from snugfit.training.run.dataset import data_of
 from snugfit.training.run.run import Data
 from test_batch import evaluated, job_of, loss_of
 from test_law_rehearsed_equals_real import hold_to_reports
+from tiers import slow_but
 
 TASK = Task("image-text-to-text")
 
@@ -107,8 +108,13 @@ def test_text_models_keep_their_task() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("config", "images", "recipe"),
-    [(LLAVA, 1, "plain"), (IDEFICS3, 2, "every_layer"), (INTERNVL, 2, "plain"),
-     (QWEN2_VL, 2, "micro_batches(2)")],
+    slow_but(
+        [
+            (IDEFICS3, 2, "every_layer"), (QWEN2_VL, 2, "micro_batches(2)"), (LLAVA, 1, "plain"),
+            (INTERNVL, 2, "plain"),
+        ],
+        2,
+    ),
 )  # fmt: skip
 def test_a_real_step_allocates_what_its_trace_says(config: dict[str, Any], images: int, recipe: str) -> None:
     job = job_of(config, TASK, sequence_length=48, images=images, batch_size=4)

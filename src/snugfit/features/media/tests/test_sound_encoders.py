@@ -23,6 +23,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.dataset import data_of
 from test_batch import T, evaluated, job_of, loss_of
 from test_law_rehearsed_equals_real import hold_to_reports
+from tiers import slow_but
 
 CLASSES, CTC = Task("audio-classification"), Task("ctc")
 
@@ -85,8 +86,11 @@ def test_seconds_are_above_zero_and_below_an_hour(seconds: Any) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("config", "task", "recipe"),
-    [(WAV2VEC2, CTC, "plain"), (WAV2VEC2, CLASSES, "micro_batches(2)"), (AST, CLASSES, "every_layer"),
-     (WHISPER, CLASSES, "plain")],
+    slow_but(
+        [(WAV2VEC2, CTC, "plain"), (AST, CLASSES, "every_layer"), (WHISPER, CLASSES, "plain"),
+         (WAV2VEC2, CLASSES, "micro_batches(2)")],
+        3,
+    ),
 )  # fmt: skip
 def test_a_real_step_allocates_what_its_trace_says(config: dict[str, Any], task: Task, recipe: str) -> None:
     job = job_of(config, task, seconds=0.5, batch_size=2, target_length=8, padding=0.25 * (task == CTC))

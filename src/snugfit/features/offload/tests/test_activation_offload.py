@@ -109,7 +109,8 @@ def gradients(family: str, recipe: str, *, autocast: bool) -> dict[str, Tensor]:
             ("mixtral", "sdpa", "all", False),
         ],
         lambda case: (
-            case[1] in ("sdpa", "every_layer", "segments(1)", "first_layers(1)", "selective(products)")
+            case[:2] in (("bert", "sdpa"), ("t5", "every_layer"))
+            or case[1] in ("segments(1)", "selective(products)")
         ),
     ),
 )

@@ -50,6 +50,7 @@ def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.Monke
     assert seconds[0] < seconds[1]
 
 
+@pytest.mark.slow
 def test_inputs_wait_on_the_host_where_recomputing_is_not_enough() -> None:
     # The first and the last layers leave some tensors on the device, so fewer layers save nothing.
     this = small_job("llama", 8, batch_size=16, sequence_length=8192)

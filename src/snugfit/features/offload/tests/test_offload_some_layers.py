@@ -71,16 +71,19 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "recipe", "offload", "autocast"),
-    [
-        ("bert", "sdpa", "host(all, layers=1)", True),
-        ("gpt2", "every_layer", "host(checkpoints, layers=1)", False),
-        ("llama", "first_layers(1)", "host(all, layers=1)", True),
-        ("llama", "every_nth_layer(2)", "host(all, layers=1)", False),
-        ("llama", "lora + selective(products)", "host(all, layers=1)", True),
-        ("t5", "every_layer", "host(checkpoints, layers=1)", True),
-        pytest.param("t5", "sdpa", "host(all, layers=1)", False, marks=pytest.mark.slow),
-        ("mixtral", "sdpa", "host(all, layers=1)", False),
-    ],
+    slow_but(
+        [
+            ("bert", "sdpa", "host(all, layers=1)", True),
+            ("gpt2", "every_layer", "host(checkpoints, layers=1)", False),
+            ("llama", "lora + selective(products)", "host(all, layers=1)", True),
+            ("llama", "first_layers(1)", "host(all, layers=1)", True),
+            ("llama", "every_nth_layer(2)", "host(all, layers=1)", False),
+            ("t5", "every_layer", "host(checkpoints, layers=1)", True),
+            ("t5", "sdpa", "host(all, layers=1)", False),
+            ("mixtral", "sdpa", "host(all, layers=1)", False),
+        ],
+        3,
+    ),
 )
 def test_gradients_are_the_same_bit_for_bit(
     family: str, recipe: str, offload: str, autocast: bool, sent: list[list[int]]
@@ -253,6 +256,7 @@ def test_each_further_layer_frees_memory_and_sends_more(family: str) -> None:
     assert links == sorted(links)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_both_is_recomputed_and_only_its_input_waits() -> None:
     this = deep("llama")
     both = on_a_gpu(this, "first_layers(3) + host(all, layers=3)")
@@ -342,7 +346,7 @@ OF = "lora(r=4) + bf16 + adamw_fused"
 
 @pytest.mark.whole
 @pytest.mark.stored_rehearsals
-def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_sends_layers_where_that_costs_less() -> None:
     """The memory suffices for all layers but one, whose copy overlaps the others."""
     memory = needed(f"{OF} + host(all, layers=1)")
     recipe = planned(memory, "default")
@@ -351,7 +355,14 @@ def test_a_plan_sends_layers_where_that_costs_less(monkeypatch: pytest.MonkeyPat
     assert wish.first is not None
     again = recipe.setup().checkpoint
     assert again is None or (again.first or DEPTH) < wish.first
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.stored_rehearsals
+def test_a_plan_sends_no_layer_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("snugfit.planning.search.search.link_of", lambda gpu: 1.0)
+    memory = needed(f"{OF} + host(all, layers=1)")
     assert planned(memory, "default").setup().activation_offload is None
 
 

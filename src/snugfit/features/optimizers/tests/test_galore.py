@@ -198,6 +198,7 @@ def test_beside_thin_adapters_it_is_refused() -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_it_learns_digits_in_small_spaces(tmp_path: Path) -> None:
     """The rank is smaller than the model's matrices, so that gradients are really projected."""
     import snugfit

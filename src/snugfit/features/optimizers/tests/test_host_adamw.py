@@ -19,7 +19,9 @@ from snugfit.errors import RecipeError
 from snugfit.features.optimizers.updates import host
 from snugfit.features.optimizers.updates.host import STAGED_BYTES, AdamWOnHost
 from snugfit.job.gpu import find_gpu
+from snugfit.planning.keep import kept_of
 from snugfit.planning.search.search import plan
+from snugfit.planning.search.space import space_of
 from snugfit.prediction.pinned import STAGING_BYTES, host_state_bytes, pinned_bytes
 from snugfit.prediction.predict import predict
 from snugfit.prediction.rates import rates_for
@@ -30,6 +32,7 @@ from snugfit.rehearsal.trace.trace import STAGE_BACK, STAGE_OUT, UPDATE_ON_HOST,
 from snugfit.results.measurement import Measurement
 from snugfit.step.wishes.optimizer import known_numbers
 from snugfit.techniques.recipe import Recipe
+from snugfit.techniques.technique import Slot
 from snugfit.units import MIB
 from tiers import slow_but
 
@@ -158,7 +161,8 @@ def test_a_step_takes_longer_by_the_link_and_by_the_host() -> None:
 def test_a_plan_takes_it_only_where_it_is_kept() -> None:
     this = small_job("bert", 2, batch_size=4)
     others = f"sdpa + default + inline + bf16 + keep_all + {REST}"
-    assert "host_adamw" not in str(plan(this, gpu=H200, keep=others, workers=1).best)
+    space = space_of(this, fixed=kept_of(this, others))
+    assert not any("host_adamw" in str(one) for one in space.offers(Slot.OPTIMIZER))
     found = plan(this, gpu=H200, keep=f"{others} + host_adamw", workers=1)
     assert found.best is not None
     predicted = predict(this, found.best.recipe, gpu=H200)

@@ -12,6 +12,7 @@ from small_preferences import pairs
 from fitted import copy_of, losses_of, model_of, quiet, trained
 from small_tokenizers import tokenizer
 from snugfit import fit
+from tiers import slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -43,7 +44,7 @@ def trainer(kind: str, folder: Path) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+@pytest.mark.parametrize("kind", slow_but(["DPO", "Reward"], 1))
 def test_a_recipe_changes_no_loss_of_trl(kind: str, tmp_path: Path) -> None:
     whole = trained(trainer(kind, tmp_path / "whole"))
     fitted = trained(fit(trainer(kind, tmp_path / "fitted"), "every_layer + micro_batches(2)", watch=quiet))

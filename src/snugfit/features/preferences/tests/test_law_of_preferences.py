@@ -23,7 +23,7 @@ from snugfit.rehearsal.trace.trace import Trace
 from snugfit.step.applier import forward_context
 from snugfit.step.build import build_model
 from snugfit.techniques.recipe import Recipe
-from tiers import slow_but
+from tiers import crossed, slow_but
 
 pytestmark = pytest.mark.whole
 
@@ -39,31 +39,33 @@ def hold_to_reports(job: Job, recipe: str) -> None:
     assert peak(real) == peak(trace)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("padding", [0.0, 0.25])
+@pytest.mark.parametrize(("family", "padding"), crossed(["llama", "gpt2", "bert"], [0.0, 0.25]))
 def test_a_real_step_of_a_reward_model_is_predicted(family: str, padding: float) -> None:
     hold_to_reports(preference_job(family, "reward", padding=padding), "plain")
 
 
-@pytest.mark.parametrize("task", ["dpo", "orpo", "simpo", "kto"])
-@pytest.mark.parametrize("recipe", ["plain", "lora"])
+@pytest.mark.parametrize(("task", "recipe"), crossed(["dpo", "orpo", "simpo", "kto"], ["plain", "lora"]))
 def test_a_real_step_of_a_policy_is_predicted(task: str, recipe: str) -> None:
     hold_to_reports(preference_job("llama", task, padding=0.25), recipe)
 
 
 @pytest.mark.parametrize(
     ("task", "recipe", "settings"),
-    [
-        ("grpo", "plain", {"rollouts": 16}),
-        ("grpo", "lora + every_layer + micro_batches(2)", {"beta": 0.1, "completion_length": 5}),
-        ("rloo", "plain", {"old_log_probs": True}),
-    ],
+    slow_but(
+        [
+            ("grpo", "lora + every_layer + micro_batches(2)", {"beta": 0.1, "completion_length": 5}),
+            ("rloo", "plain", {"old_log_probs": True}),
+            ("grpo", "plain", {"rollouts": 16}),
+        ],
+        2,
+    ),
 )
 def test_a_real_step_over_rollouts_is_predicted(task: str, recipe: str, settings: dict[str, Any]) -> None:
     hold_to_reports(preference_job("llama", task, phase_settings=settings), recipe)
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("llama", "every_layer"), ("gemma2", "lora")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recipe"), slow_but([("llama", "every_layer"), ("gemma2", "lora")], 1))
 def test_rollouts_take_as_much_as_a_generation(family: str, recipe: str) -> None:
     settings = {"rollouts": 64, "completion_length": 150}
     job = preference_job(family, "grpo", 3, batch_size=1, sequence_length=200, phase_settings=settings)
@@ -89,7 +91,7 @@ def rise_in(trace: Trace, *phases: str) -> int:
     return max(levels) - levels[0]
 
 
-@pytest.mark.parametrize(("task", "recipe"), slow_but([("dpo", "lora + every_layer"), ("kto", "plain")], 1))
+@pytest.mark.parametrize(("task", "recipe"), slow_but([("dpo", "lora + every_layer"), ("kto", "plain")], 0))
 def test_a_deep_model_is_predicted_from_few_layers(
     task: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +104,7 @@ def test_a_deep_model_is_predicted_from_few_layers(
 
 @pytest.mark.parametrize(
     ("task", "recipe", "loop"),
-    [("kto", "lora", "accelerate"), ("dpo", "plain", "trainer"), ("kto", "lora", "trainer")],
+    slow_but([("kto", "lora", "accelerate"), ("dpo", "plain", "trainer"), ("kto", "lora", "trainer")], 2),
 )
 def test_other_loops_have_the_same_peak(task: str, recipe: str, loop: str) -> None:
     job, setup = preference_job("llama", task, padding=0.25, sequence_length=24), Recipe.parse(recipe).setup()
@@ -117,14 +119,14 @@ def test_other_loops_have_the_same_peak(task: str, recipe: str, loop: str) -> No
             "fused + every_layer + bf16 + released", "qlora + selective(attention)", "bf16_master",
             "frozen(parts=embed_tokens) + micro_batches(2)", "adamw_8bit + eager",
         ],
-        2,
+        1,
     ),
 )  # fmt: skip
 def test_techniques_are_predicted_beside_a_reference(recipe: str) -> None:
     hold_to_reports(preference_job("llama", "dpo", padding=0.25), recipe)
 
 
-@pytest.mark.parametrize("task", ["kto", "grpo"])
+@pytest.mark.parametrize("task", slow_but(["kto", "grpo"], 1))
 def test_a_pass_without_gradients_leaves_gradients_to_the_next(task: str) -> None:
     """Autocast caches the weights that the first pass casts, with their gradients."""
     job, setup = preference_job("llama", task), Recipe.parse("bf16").setup()
@@ -136,6 +138,6 @@ def test_a_pass_without_gradients_leaves_gradients_to_the_next(task: str) -> Non
     assert not any("no gradient" in doubt for doubt in trace.doubts)
 
 
-@pytest.mark.parametrize("task", ["kto", "grpo"])
+@pytest.mark.parametrize("task", slow_but(["kto", "grpo"], 1))
 def test_autocast_casts_weights_once_for_all_passes(task: str) -> None:
     hold_to_reports(preference_job("llama", task), "bf16 + every_layer")

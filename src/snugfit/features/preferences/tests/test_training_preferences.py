@@ -26,6 +26,7 @@ from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.train import train
+from tiers import slow_but
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -200,15 +201,18 @@ def test_techniques_that_were_not_tried_are_refused(recipe: str) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "task", "recipe"),
-    [
-        ("llama", "reward", "micro_batches(2)"),
-        ("bert", "reward", "lora"),
-        ("llama", "dpo", "micro_batches(2)"),
-        ("gpt2", "dpo", "lora"),
-        ("llama", "kto", "every_layer"),
-        ("gpt2", "orpo", "plain"),
-        ("llama", "simpo", "plain"),
-    ],
+    slow_but(
+        [
+            ("bert", "reward", "lora"),
+            ("llama", "dpo", "micro_batches(2)"),
+            ("llama", "kto", "every_layer"),
+            ("gpt2", "orpo", "plain"),
+            ("llama", "reward", "micro_batches(2)"),
+            ("gpt2", "dpo", "lora"),
+            ("llama", "simpo", "plain"),
+        ],
+        4,
+    ),
 )
 def test_a_killed_run_ends_as_a_whole_one(family: str, task: str, recipe: str, tmp_path: Path) -> None:
     """A resumed run has the reference with which the whole run began."""

@@ -26,6 +26,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.training.run.dataset import data_of
 from test_batch import BART, BERT, T5, evaluated, job_of, loss_of
 from test_law_rehearsed_equals_real import hold_to_reports
+from tiers import crossed
 
 QUESTIONS, CHOICES = Task("question-answering"), Task("multiple-choice")
 S = 12
@@ -71,8 +72,9 @@ def test_names_of_the_hub_are_accepted() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("task", [QUESTIONS, CHOICES])
-@pytest.mark.parametrize("recipe", ["plain", "micro_batches(2) + every_layer"])
+@pytest.mark.parametrize(
+    ("task", "recipe"), crossed([QUESTIONS, CHOICES], ["plain", "micro_batches(2) + every_layer"])
+)
 def test_a_real_step_allocates_what_its_trace_says(task: Task, recipe: str) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
     wide = {**BERT, **sizes}

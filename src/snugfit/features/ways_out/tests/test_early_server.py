@@ -54,6 +54,7 @@ def evaluate_in_copies() -> None:
     assert (whole.needed_bytes, whole.memory_bytes) == (predicted[0].needed_bytes, 1 << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the fork server is copied on Linux only")
 def test_workers_of_a_copied_process_compute_the_same_bytes() -> None:
     # The tests' clean process may have run operators, after which a copy is not safe. So a fresh one is used.

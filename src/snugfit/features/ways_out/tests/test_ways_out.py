@@ -117,6 +117,7 @@ def test_each_offered_recipe_is_valid_and_fits(name: str) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_changes_of_another_loop_have_its_figures() -> None:
     """The loop's own step needs other bytes than the plain one, for which the search has figures."""
     job, text, gpu, share = JOBS["named techniques"]
