@@ -19,11 +19,12 @@ from typing import Any
 import networkx
 import pytest
 
+from snugfit.feature_folders import feature_objects
 from snugfit.job.inputs import added_tasks
 from snugfit.techniques import roster
 from snugfit.techniques.registry import features
 from snugfit.techniques.setup import CoreSetup
-from snugfit.techniques.wish import wishes
+from snugfit.techniques.wish import Wish, wishes
 from source_trees import FILES, SOURCE, nodes_of, tree_of
 
 HEAVY = {
@@ -313,26 +314,39 @@ MOST_USERS = 8
 """Largest number of core files that use one of the core's fields of `Setup`."""
 
 
+def used_fields(path: Path) -> set[str]:
+    """Return the names that a file reads from a `setup`, or changes in one."""
+    found: set[str] = set()
+    for node in nodes_of(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).lower().removesuffix("()")
+            found |= {node.attr} if owner.endswith("setup") else set()
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("replace", "with_fields"):
+            found |= {str(keyword.arg) for keyword in node.keywords}
+    return found
+
+
 def test_few_core_files_use_a_field_of_setup() -> None:
     """At most `MOST_USERS` core files read or write one of the core's fields of `Setup`."""
     fields = {field.name for field in dataclasses.fields(CoreSetup)}
-
-    def used(path: Path) -> set[str]:
-        found: set[str] = set()
-        for node in nodes_of(tree_of(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).lower().endswith("setup"):
-                found.add(node.attr)
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
-                "replace",
-                "with_fields",
-            ):
-                found |= {str(keyword.arg) for keyword in node.keywords}
-        return found & fields
-
     core = [path for path in FILES if room_of(path) != "features"]
-    users = Counter(field for path in core for field in used(path))
+    users = Counter(field for path in core for field in used_fields(path) & fields)
     assert users["micro_batches"] > 1
     assert not {name: n for name, n in users.items() if n > MOST_USERS}
+
+
+def test_no_feature_uses_a_field_of_another() -> None:
+    """A feature reads and writes its own fields of `Setup` alone, and those of the core."""
+    folders = {path.parent for path in FILES if path.name == "fields.py"}
+    owners = {
+        wish.name: folder
+        for folder in folders
+        for wish in feature_objects("fields", Wish, feature_name=folder.name)
+    }
+    assert owners.keys() == {wish.name for wish in wishes()}
+    assert not offending(
+        lambda path: (name for name in used_fields(path) & owners.keys() if owners[name] not in path.parents)
+    )
 
 
 ENGLISH = {

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from snugfit.features.adapters.low_rank import ARGUMENTS, LowRank, has_default_targets
 from snugfit.techniques.counterpart import Counterpart
-from snugfit.techniques.setup import Setup
 from snugfit.techniques.technique import ALL_LINEAR, Fidelity
 
 if TYPE_CHECKING:
@@ -28,10 +27,6 @@ class Lora(LowRank):
     source: ClassVar = "Hu et al., arXiv 2106.09685; peft.LoraConfig"
     elsewhere: ClassVar = ("peft",)
     counterparts: ClassVar = (Counterpart(arguments={**ARGUMENTS}),)
-
-    def install(self, setup: Setup) -> Setup:
-        """Return the setup with the field `adapt` set to peft's LoRA."""
-        return setup.with_fields(adapt=self.adapters())
 
     @classmethod
     def settings(cls, job: Job) -> Iterator[Self]:

@@ -42,8 +42,8 @@ from snugfit.errors import RecipeError
 from snugfit.hub_kernels import no_hub_kernels
 from snugfit.techniques.counterpart import Setting
 from snugfit.techniques.setting import Pattern, between, is_word
+from snugfit.techniques.setup import Call, Setup
 from snugfit.techniques.technique import ALL_LINEAR, Technique
-from snugfit.techniques.wish import Call
 
 if TYPE_CHECKING:
     import torch
@@ -163,12 +163,12 @@ class LowRank(Technique):
         """Return the reason against adapters in a job without training; empty for training."""
         return "" if job.trains else "nothing trains here, so adapters only add work"
 
-    def adapters(self) -> Call:
-        """Return the function call that wraps a model with peft and these settings, as a field of `Setup`."""
+    def install(self, setup: Setup) -> Setup:
+        """Return the setup with the field `adapt` set to peft's adapters with these settings."""
         arguments = {"r": self.r, "targets": list(self.targets or ()), "dropout": self.dropout}
         changed = self._changed_settings().items()
         more = {name: list(value) if isinstance(value, tuple) else value for name, value in changed}
-        return Call(path=f"{__name__}:adapt", arguments=arguments | more)
+        return setup.with_fields(adapt=Call(path=f"{__name__}:adapt", arguments=arguments | more))
 
     def code(self, job: Job) -> tuple[str, ...]:
         """Return the Python lines that wrap a model with peft, with the arguments of `adapt`."""

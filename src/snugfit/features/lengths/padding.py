@@ -101,7 +101,7 @@ class Ways:
 
     def __init__(self, profiler: LengthProfiler, lengths: Lengths, seed: int) -> None:
         self.profiler, self.lengths = profiler, lengths
-        self.micro_batches = profiler.recipe.setup().micro_batches
+        self.micro_batches = profiler.recipe.pieces
         job = profiler.job
         self.drawn: dict[str, DrawnBatches] = {
             order: draw(

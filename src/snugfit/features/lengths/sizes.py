@@ -202,7 +202,7 @@ def _batch(at: _SimulatedSize) -> Iterator[Size]:
     """Yield faster batch sizes: a smaller one with more samples per second, and the largest one whose step is
     as fast. At both, the tiles of the matrix products fill the GPU's multiprocessors completely.
     """
-    pieces = at.profiler.recipe.setup().micro_batches
+    pieces = at.profiler.recipe.pieces
     samples = at.profiler.job.batch_size // pieces
     low, high = samples - samples // BATCH_DIVISOR, samples + -(-samples // BATCH_DIVISOR)
     steps = {size: at.with_changes(batch_size=size * pieces) for size in {low, high} - {samples}}
@@ -243,7 +243,7 @@ def _widths(at: _SimulatedSize) -> Iterator[Size]:
     time.
     """
     job = at.profiler.job
-    samples = job.batch_size // at.profiler.recipe.setup().micro_batches
+    samples = job.batch_size // at.profiler.recipe.pieces
     # These sizes come from the job, while this function only reports widths of the model.
     of_the_job = {at.length, job.target_length, samples, samples * at.length, samples * job.target_length}
     of_the_job |= {job.model.vocabulary, job.labels}

@@ -87,10 +87,8 @@ class Qlora(LowRank):
         """Return the setup with the quantization of weights while the model is built, and with peft's
         adapters.
         """
-        return setup.with_fields(
-            quantize=QuantizeWish(bits=self.bits, double=self.double, experts=self.experts),
-            adapt=self.adapters(),
-        )
+        quantize = QuantizeWish(bits=self.bits, double=self.double, experts=self.experts)
+        return super().install(setup).with_fields(quantize=quantize)
 
     def objections(self, job: Job, recipe: TechniqueBySlot) -> Iterator[str]:
         """Yield the reasons against this technique: a model that transformers does not build, or techniques
