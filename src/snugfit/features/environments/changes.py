@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.documents import JsonDocument
 from snugfit.errors import UsageError
-from snugfit.features.environments.environment import Environment, find_environment
+from snugfit.features.environments.environment import PythonEnvironment, find_environment
 from snugfit.features.environments.process import run_module
 from snugfit.job.job import Job
 from snugfit.results.prediction import Prediction
@@ -49,7 +49,7 @@ class EnvironmentPrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ValueChange:
     """A value that differs between the two environments."""
 
     name: str
@@ -87,7 +87,7 @@ class UpgradeCheck(JsonDocument):
     """Name of the GPU model; None for none."""
     before: EnvironmentPrediction
     after: EnvironmentPrediction
-    changes: tuple[Change, ...] = field(default=())
+    changes: tuple[ValueChange, ...] = field(default=())
     """Versions, bytes, seconds and kernels that differ, in this order."""
     argument_changes: tuple[ArgumentChange, ...] = field(default=())
     """Arguments that differ, by function or class."""
@@ -103,7 +103,7 @@ def check_upgrade(request: Request, before: str | None, after: str, *, install: 
             "upgrade-check compares one recipe of a model by name. Give a model or a job file, and a recipe "
             "without auto."
         )
-    first = find_environment(before, install=install) if before else Environment(Path(sys.executable))
+    first = find_environment(before, install=install) if before else PythonEnvironment(Path(sys.executable))
     both = (first, find_environment(after, install=install))
     question = {
         "job": request.job.to_json(),
@@ -128,12 +128,14 @@ def check_upgrade(request: Request, before: str | None, after: str, *, install: 
     )
 
 
-def _predict_in(environment: Environment, question: Mapping[str, Any]) -> EnvironmentPrediction:
+def _predict_in(environment: PythonEnvironment, question: Mapping[str, Any]) -> EnvironmentPrediction:
     """Return the prediction in another environment. Raises `UsageError` if there is none."""
     with tempfile.TemporaryDirectory(prefix="snugfit-upgrade-") as folder:
-        asked, answer = Path(folder, "job.json"), Path(folder, "answer.json")
-        asked.write_text(json.dumps(question))
-        code = run_module(environment, "snugfit.features.environments.worker", [str(asked), str(answer)])
+        request_file, answer = Path(folder, "job.json"), Path(folder, "answer.json")
+        request_file.write_text(json.dumps(question))
+        code = run_module(
+            environment, "snugfit.features.environments.worker", [str(request_file), str(answer)]
+        )
         if not answer.exists():
             raise UsageError(
                 f"The prediction in {environment.python} ended with exit code {code}. Run the job there with "
@@ -159,7 +161,7 @@ def _predict_in(environment: Environment, question: Mapping[str, Any]) -> Enviro
     )
 
 
-def _changes(one: EnvironmentPrediction, other: EnvironmentPrediction) -> Iterator[Change]:
+def _changes(one: EnvironmentPrediction, other: EnvironmentPrediction) -> Iterator[ValueChange]:
     tables: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
         ("version", one.versions, other.versions),
         ("bytes", {"needed": one.needed_bytes, **one.kinds}, {"needed": other.needed_bytes, **other.kinds}),
@@ -169,7 +171,7 @@ def _changes(one: EnvironmentPrediction, other: EnvironmentPrediction) -> Iterat
     for unit, before, after in tables:
         for name in dict.fromkeys((*before, *after)):
             if before.get(name) != after.get(name):
-                yield Change(name=name, unit=unit, before=before.get(name), after=after.get(name))
+                yield ValueChange(name=name, unit=unit, before=before.get(name), after=after.get(name))
 
 
 def _argument_changes(one: EnvironmentPrediction, other: EnvironmentPrediction) -> Iterator[ArgumentChange]:

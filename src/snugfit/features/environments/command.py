@@ -33,9 +33,9 @@ def run_in(environment: Name, command: Line, *, install: Install = False) -> int
     from snugfit.features.environments.environment import find_environment
     from snugfit.features.environments.process import run_module
 
-    found = find_environment(environment, install=install)
-    typer.echo(f"environment: {found.python}", err=True)
-    return run_module(found, "snugfit", shlex.split(command))
+    selected = find_environment(environment, install=install)
+    typer.echo(f"environment: {selected.python}", err=True)
+    return run_module(selected, "snugfit", shlex.split(command))
 
 
 @given.about_a_job

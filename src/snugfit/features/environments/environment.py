@@ -38,7 +38,7 @@ LONGEST_LISTING = 60.0
 
 
 @dataclass(frozen=True)
-class Environment:
+class PythonEnvironment:
     """A Python environment, by the path of its interpreter."""
 
     python: Path
@@ -77,7 +77,7 @@ class Environment:
 _ALLOWED = "Give a folder with a Python environment, a Python interpreter, or a requirements file."
 
 
-def find_environment(name: str, *, install: bool = False) -> Environment:
+def find_environment(name: str, *, install: bool = False) -> PythonEnvironment:
     """Return the environment that the user named. With `install`, it may be created in the cache folder.
 
     Raises `UsageError` if it does not exist, if its versions differ from the file's, or if snugfit cannot run
@@ -87,41 +87,41 @@ def find_environment(name: str, *, install: bool = False) -> Environment:
     if not path.exists():
         raise UsageError(f"{name}: no such file or folder. {_ALLOWED}")
     if path.is_dir():
-        found = _in_folder(path)
-        if found is None:
+        selected = _in_folder(path)
+        if selected is None:
             raise UsageError(f"{name}: this folder has no Python environment (bin/python). {_ALLOWED}")
-        _refuse_other_versions(path, found)
+        _refuse_other_versions(path, selected)
     elif os.access(path, os.X_OK):
         # The link of a virtual environment's interpreter selects its packages, so it is not resolved.
-        found = Environment(path.absolute())
+        selected = PythonEnvironment(path.absolute())
     else:
-        found = _with_versions_of(Pins.read(path), install=install)
-    found.refuse_incomplete()
-    return found
+        selected = _with_versions_of(Pins.read(path), install=install)
+    selected.refuse_incomplete()
+    return selected
 
 
-def _in_folder(path: Path) -> Environment | None:
+def _in_folder(path: Path) -> PythonEnvironment | None:
     for inner in ("bin/python", "Scripts/python.exe"):
         if (path / inner).exists():
-            return Environment((path / inner).absolute())
+            return PythonEnvironment((path / inner).absolute())
     return None
 
 
-def _refuse_other_versions(path: Path, found: Environment) -> None:
-    """Raise `UsageError` if a requirements file beside the environment's folder asks for other versions."""
+def _refuse_other_versions(path: Path, selected: PythonEnvironment) -> None:
+    """Raise `UsageError` if a requirements file beside the environment has other versions."""
     file = next(
         (path.absolute().parent / one for one in NAMES if (path.absolute().parent / one).is_file()), None
     )
-    if file is not None and (faults := Pins.read(file).mismatches(found.installed)):
-        python = shlex.quote(str(found.python))
+    if file is not None and (faults := Pins.read(file).mismatches(selected.installed)):
+        python = shlex.quote(str(selected.python))
         raise UsageError(
             f"{path} differs from {file}: {', '.join(faults)}. Try: {python} -m pip install -r "
             f"{shlex.quote(str(file))}. To use it as it is, name its interpreter {python}."
         )
 
 
-def _with_versions_of(pins: Pins, *, install: bool) -> Environment:
-    present = Environment(Path(sys.executable))
+def _with_versions_of(pins: Pins, *, install: bool) -> PythonEnvironment:
+    present = PythonEnvironment(Path(sys.executable))
     own = cached_folder(pins)
     known = [_in_folder(one) for one in (*(pins.file.absolute().parent / name for name in _FOLDERS), own)]
     for one in (present, *filter(None, known)):
@@ -152,7 +152,7 @@ def _commands(pins: Pins, folder: Path) -> list[list[str]]:
     ]
 
 
-def _create(pins: Pins, folder: Path) -> Environment:
+def _create(pins: Pins, folder: Path) -> PythonEnvironment:
     """Create an environment in the cache, and print each command. Raises `UsageError` if one fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for command in _commands(pins, folder):
@@ -164,11 +164,11 @@ def _create(pins: Pins, folder: Path) -> Environment:
                 f"{pins.file}: this command failed with exit code {done.returncode}: {shlex.join(command)}. "
                 "Check the versions in the file."
             )
-    found = _in_folder(folder)
-    assert found is not None, "venv creates an interpreter"
-    if faults := pins.mismatches(found.installed):
+    selected = _in_folder(folder)
+    assert selected is not None, "venv creates an interpreter"
+    if faults := pins.mismatches(selected.installed):
         raise UsageError(f"{pins.file}: pip installed other versions: {', '.join(faults)}. Check the file.")
-    return found
+    return selected
 
 
 def _plain(requirement: object) -> str:

@@ -36,7 +36,7 @@ class Pins:
         """
         from packaging.requirements import InvalidRequirement, Requirement
 
-        found = []
+        parsed = []
         for number, line in enumerate(read_text(file, noun="requirements file").splitlines(), 1):
             text = line.partition(" #")[0].strip()
             if not text or text.startswith(("#", *_OF_INDEX)):
@@ -49,10 +49,10 @@ class Pins:
                     "one package with its version on each line."
                 ) from None
             if requirement.marker is None or requirement.marker.evaluate():
-                found.append(requirement)
-        if not found:
+                parsed.append(requirement)
+        if not parsed:
             raise UsageError(f"{file} names no package. Write lines such as torch==2.12.0.")
-        return cls(file, tuple(found))
+        return cls(file, tuple(parsed))
 
     @cached_property
     def text(self) -> str:

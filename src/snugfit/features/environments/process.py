@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import snugfit
-from snugfit.features.environments.environment import Environment
+from snugfit.features.environments.environment import PythonEnvironment
 
 
-def run_module(environment: Environment, module: str, arguments: Sequence[str]) -> int:
+def run_module(environment: PythonEnvironment, module: str, arguments: Sequence[str]) -> int:
     """Run a module of this snugfit with another environment's packages, and return its exit code.
 
     The process writes to this one's stdout and stderr.

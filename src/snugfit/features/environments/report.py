@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from snugfit.features.environments.changes import Change, UpgradeCheck
+from snugfit.features.environments.changes import UpgradeCheck, ValueChange
 from snugfit.report.text.grid import Grid
 from snugfit.report.text.job import job_line
 from snugfit.report.text.page import Page, Sentence
@@ -53,7 +53,7 @@ def _tables(check: UpgradeCheck) -> Iterator[Grid]:
         )
 
 
-def _value(change: Change, value: float | str | None) -> str:
+def _value(change: ValueChange, value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or "none"
     if change.unit == "bytes":

@@ -64,9 +64,9 @@ def argument_names(owner: Callable[..., Any]) -> list[str]:
     return sorted({*named, *of_class})
 
 
-def main(asked: str, answer: str) -> None:
-    """Write the answer to the question in the file `asked` to the file `answer`."""
-    Path(answer).write_text(json.dumps(answer_of(json.loads(Path(asked).read_text()))))
+def main(request_file: str, answer: str) -> None:
+    """Write the answer to the question in the file `request_file` to the file `answer`."""
+    Path(answer).write_text(json.dumps(answer_of(json.loads(Path(request_file).read_text()))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands in other Python environments: their choice by versions, and what an upgrade changes."""
+"""Commands in other Python environments, and comparisons of two environments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snugfit.errors import UsageError
 from snugfit.features.environments import changes, environment
 from snugfit.features.environments.changes import EnvironmentPrediction, UpgradeCheck
 from snugfit.features.environments.command import as_command
-from snugfit.features.environments.environment import Environment, find_environment
+from snugfit.features.environments.environment import PythonEnvironment, find_environment
 from snugfit.features.environments.pins import Pins
 from snugfit.features.environments.worker import argument_names
 from snugfit.report.show import render
@@ -26,7 +26,7 @@ TORCH = metadata.version("torch")
 def present(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Versions that every interpreter lists, so that no process starts. The cache is an empty folder."""
     listed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions()}
-    monkeypatch.setattr(Environment, "installed", listed)
+    monkeypatch.setattr(PythonEnvironment, "installed", listed)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return listed
 
@@ -141,7 +141,7 @@ def test_an_upgrade_lists_versions_bytes_kernels_and_arguments(monkeypatch: pyte
             step_seconds=0.2, kernels={"element-wise": 9}, arguments={"BertConfig": ("a", "c")},
         ),
     }  # fmt: skip
-    monkeypatch.setattr(changes, "find_environment", lambda name, install: Environment(Path(name)))
+    monkeypatch.setattr(changes, "find_environment", lambda name, install: PythonEnvironment(Path(name)))
     monkeypatch.setattr(changes, "_predict_in", lambda one, question: sides[str(one.python)])
     checked: list[UpgradeCheck] = []
     original = changes.check_upgrade
