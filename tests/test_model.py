@@ -97,6 +97,10 @@ def test_a_folder_named_like_a_preset_is_refused_until_it_is_written_as_a_path(
         ("bert-base", "Did you mean 'bert-base-uncased' or 'bert-base-cased'"),
         ("google-t5/t5-3", "google-t5/t5-3b"),
         ("nobody/has-this", "HF_HUB_OFFLINE forbids to ask the hub"),
+        ("stabilityai/stable-diffusion-xl-base-1.0", "diffusers, not a model of transformers"),
+        ("timm/resnet50.a1_in1k", "predict --example FILE.py"),
+        ("TheBloke/Nothing-GGUF", "--phase serve --engine llama.cpp"),
+        ("unsloth/Llama-3.2-1B-Instruct-GGUF", "in transformers: meta-llama/Llama-3.2-1B"),
         ("a/b/c", "A model is the name of a preset"),
         ("a--b", "A model is the name of a preset"),
         ("", "A model is the name of a preset"),
@@ -109,6 +113,32 @@ def test_unknown_names_say_what_is_allowed(name: str, expected: str) -> None:
     with pytest.raises(ModelError) as caught:
         Model.find(name)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("model_index.json", "{}", "a pipeline or a part of diffusers"),
+        ("config.json", '{"_diffusers_version": "0.36"}', "a pipeline or a part of diffusers"),
+        ("config.json", '{"architecture": "resnet50", "pretrained_cfg": {}}', "a model of timm"),
+        ("tiny.gguf", "GGUF", "llama.cpp's format GGUF"),
+        ("config.json", "{}", 'has no "model_type"'),
+    ],
+)
+def test_a_model_of_another_library_gets_its_own_command(
+    file: str, text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same folder is refused alike as a path and as a repository in the hub's cache."""
+    snapshot = tmp_path / "models--someone--thing" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot / file).write_text(text)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        find, "cached_file", lambda _, name: snapshot / name if (snapshot / name).exists() else None
+    )
+    for name in (str(snapshot), "someone/thing"):
+        with pytest.raises(ModelError, match=expected):
+            Model.find(name)
 
 
 @pytest.fixture

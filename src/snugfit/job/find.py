@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from snugfit.errors import ModelError, did_you_mean
 from snugfit.job.config import parse_config, read_config
 from snugfit.job.names import preset_of_same_size, presets_like, unquantized_name
+from snugfit.job.repositories import refuse_other_library
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LONGEST_NAME = 4096
@@ -51,15 +52,26 @@ def find_facts(name: str, *, online: bool, tell: Callable[[str], None]) -> Model
         raise ModelError(f"{name} is a Python file, not a model. {_ALLOWED}")
     # Text in the form of a path is a path, even if no file is there. The error then names the path.
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
-        return ModelFacts(name, "path", read_config(_config_file(os.path.expanduser(name))))
+        return _at_path(name)
     full_name = preset_named(name)
     if full_name:
         # A name that a preset and a folder share would be ambiguous.
         _refuse_two_meanings(name, full_name)
         return ModelFacts(full_name, "preset", read_preset(full_name))
     if os.path.lexists(name):
-        return ModelFacts(name, "path", read_config(_config_file(name)))
+        return _at_path(name)
     return _from_hub(name, online=online, tell=tell)
+
+
+def _at_path(name: str) -> ModelFacts:
+    """Return the config of a local folder or file. Raises `ModelError`, also for another library's model."""
+    path = os.path.expanduser(name)
+    try:
+        return ModelFacts(name, "path", read_config(_config_file(path)))
+    except ModelError:
+        if not _is_missing(path):
+            refuse_other_library(name, [Path(path) if os.path.isdir(path) else Path(path).parent])
+        raise
 
 
 _ALLOWED = (
@@ -148,12 +160,19 @@ def _from_hub(name: str, *, online: bool, tell: Callable[[str], None]) -> ModelF
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"No model {name!r}. {_ALLOWED}")
     if cached := _cached_config(name):
-        return ModelFacts(name, "hub cache", read_config(cached))
+        try:
+            return ModelFacts(name, "hub cache", read_config(cached))
+        except ModelError:
+            refuse_other_library(name, [cached.parent])
+            raise
     # Tuned, mirrored and distilled models have a preset's sizes, so no download is needed.
     if base := preset_of_same_size(name, preset_names()):
         return ModelFacts(base, "preset", read_preset(base))
-    # A name of quantized weights is refused before a download.
-    _refuse_quantized(name)
+    # Names of quantized weights and of other libraries' models are refused before a download.
+    plain_name = unquantized_name(name)
+    unquantized = preset_of_same_size(plain_name, preset_names()) if plain_name else None
+    refuse_other_library(name, _cached_folders(name), replacement=unquantized or "")
+    _refuse_quantized(name, unquantized)
     fetched = read_config(_download_config(name, online=online))
     tell(f"config of {name} from the hub")
     return ModelFacts(name, "hub cache", fetched)
@@ -178,15 +197,12 @@ def _unknown_model(name: str, cause: str) -> ModelError:
     )
 
 
-def _refuse_quantized(name: str) -> None:
-    """Raise `ModelError` for the name of a model with quantized weights, and suggest the unquantized model if
-    its sizes are known.
-    """
-    plain_name = unquantized_name(name)
-    if plain_name and (base := preset_of_same_size(plain_name, preset_names())):
+def _refuse_quantized(name: str, unquantized: str | None) -> None:
+    """Raise `ModelError` for a name of quantized weights, if the unquantized model is a preset."""
+    if unquantized:
         raise ModelError(
             f"{name!r} names quantized weights, but snugfit predicts and trains unquantized ones. The same "
-            f"model, unquantized: {base}."
+            f"model, unquantized: {unquantized}."
         )
 
 
@@ -213,6 +229,13 @@ def cached_file(name: str, file: str) -> Path | None:
 
     path = try_to_load_from_cache(name, file)
     return Path(path) if isinstance(path, str) else None
+
+
+def _cached_folders(name: str) -> list[Path]:
+    """Return the folders of a hub model's revisions in the local cache."""
+    from huggingface_hub import constants
+
+    return [*Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}").glob("snapshots/*")]
 
 
 def _download_config(name: str, *, online: bool) -> Path:

@@ -28,6 +28,8 @@ class PhaseWords(NamedTuple):
     """Plural noun of the throughput in a table with one throughput."""
     savings: str = "weights of fewer bits"
     """Noun for further ways to save memory, in an error message."""
+    measurement: str = "snugfit measure"
+    """Command or function that measures a real run, in an error message."""
 
 
 class AddedPhase:

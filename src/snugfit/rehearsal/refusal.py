@@ -23,7 +23,7 @@ _RUNS_MODULES = "snugfit.step."
 
 _NO_GPU_HINT = (
     "This fails because this machine has no such device. On a GPU the step may work: measure it there, "
-    "with snugfit measure."
+    "with {measurement}."
 )
 _KNOWN = {
     "not compiled with CUDA|NVIDIA driver|No CUDA GPUs|no CUDA-capable device": _NO_GPU_HINT,
@@ -46,7 +46,9 @@ _KNOWN = {
         "checkpointing technique that keeps none, such as 'every_layer'."
     ),
 }
-"""Advice to the user, by regular expressions of torch's error messages."""
+"""Advice to the user, by regular expressions of torch's error messages. `{measurement}` is that of the job's
+phase (`PhaseWords`).
+"""
 
 
 def refusal(job: Job, error: Exception) -> SnugfitError:
@@ -68,15 +70,16 @@ def refusal(job: Job, error: Exception) -> SnugfitError:
 def _reason(job: Job, error: Exception) -> str:
     """Return the rest of the error message: the cause, its meaning for a real step, and a remedy."""
     cause, module, last = _first_line(error), _place(error), _frames(error)[-1]
+    measurement = job.words.measurement
     # Code for a missing device raises the same types as code whose shapes depend on data. The message
     # distinguishes them.
     if hint := next((text for pattern, text in _KNOWN.items() if re.search(pattern, cause)), ""):
-        return f": {cause}{module}. {hint}"
+        return f": {cause}{module}. {hint.format(measurement=measurement)}"
     # torch raises this on `meta` for a shape or number that depends on data. A real step may still work.
     if isinstance(error, NotImplementedError):
         return (
             f": {_what_depends(error)}{module}. A prediction knows shapes but no data, so it cannot follow "
-            "this step. Measure it instead, with snugfit measure."
+            f"this step. Measure it instead, with {measurement}."
         )
     # the loop that takes the loss from a user's module fails at the module's output
     if job.model.module is not None and module_of(last.frame).startswith(_RUNS_MODULES):
@@ -94,7 +97,7 @@ def _reason(job: Job, error: Exception) -> str:
     # The model's own code fails on these shapes.
     return (
         f": {cause}{module}. A real step most likely fails there too. Check that the sizes in the config "
-        "match, and that the task suits the model. If a real step works, measure it, with snugfit measure."
+        f"match, and that the task suits the model. If a real step works, measure it, with {measurement}."
     )
 
 

@@ -14,7 +14,7 @@ class Example(AddedPhase):
 
     name: ClassVar[str] = "example"
     title: ClassVar[str] = "step of an example"
-    words: ClassVar[PhaseWords] = PhaseWords("run", "step", "steps")
+    words: ClassVar[PhaseWords] = PhaseWords("run", "step", "steps", measurement="snugfit.watch")
     unused: ClassVar[frozenset[str]] = frozenset({"batching", "precision", "attention", "engine", "adapters"})
 
     def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:

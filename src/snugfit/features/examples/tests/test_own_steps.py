@@ -21,6 +21,7 @@ from snugfit.features.examples.rehearsed import job_of
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.rehearsal.device.policy import CpuPolicy
+from snugfit.rehearsal.refusal import refusal
 from snugfit.rehearsal.rehearse import rehearse
 from snugfit.results.footprint import Kind
 from snugfit.techniques.recipe import Recipe
@@ -177,3 +178,12 @@ def test_a_command_or_job_without_a_file_is_refused(capsys: pytest.CaptureFixtur
         Job(model=Model.find("gpt2", online=False), task="causal-lm", phase="example")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not a function"):
         snugfit.rehearse(3)  # type: ignore[arg-type]
+
+
+def test_a_failing_step_is_measured_by_the_function_for_own_loops() -> None:
+    try:
+        raise NotImplementedError("aten::nonzero")
+    except NotImplementedError as error:
+        told = str(refusal(job_of(gan, 4), error))
+    assert "with snugfit.watch." in told
+    assert "snugfit measure" not in told

@@ -1,0 +1,1 @@
+"""The feature `environments`: predictions with the packages of another Python environment."""
