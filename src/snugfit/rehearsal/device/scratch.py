@@ -63,6 +63,13 @@ def _huber(arguments: Sequence[Any], out: Any) -> Scratch:
     return nest(Buffer("elements", elements), during=(OUTPUTS,)) if not out.dim() else ()
 
 
+def _logsumexp(arguments: Sequence[Any], out: Any) -> Scratch:
+    # The maxima are tested for infinity before the sum (`logsumexp_out_impl`, `native/ReduceOps.cpp`).
+    maxima, shifted = Buffer("maxima", out.nbytes), Buffer("shifted", _nbytes(arguments[0]))
+    tested = nest(Buffer("absolute maxima", out.nbytes), Buffer("is infinite", out.numel()))
+    return nest(maxima, during=(*tested, *nest(shifted, during=(OUTPUTS,))))
+
+
 def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
     elements = arguments[0].numel() * out.element_size()
     log_sigmoid, loss = Buffer("log-sigmoid", elements), Buffer("elements", elements)
@@ -480,6 +487,7 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::mse_loss": _elements,
     "aten::smooth_l1_loss": _elements,
     "aten::huber_loss": _huber,
+    "aten::logsumexp": _logsumexp,
     "aten::binary_cross_entropy_with_logits": _with_logits,
     "aten::binary_cross_entropy": _mean_within,
     "aten::soft_margin_loss": _mean_within,
