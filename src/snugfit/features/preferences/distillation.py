@@ -20,15 +20,12 @@ from snugfit.features.preferences.passes import (
     refuse_processes,
     replace_forward,
 )
-from snugfit.job.job import Job
+from snugfit.job.job import Job, Phase, Task
 from snugfit.job.model import Model
 from snugfit.step.own_forward import forward_of
 
 if TYPE_CHECKING:
     from snugfit.techniques.setup import Setup
-
-CAUSAL = "causal-lm"
-"""Task of the core whose head a teacher has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +78,8 @@ def teacher_job(job: Job, settings: Mapping[str, Any]) -> Job:
         return replace(
             job,
             model=Model.from_json(settings["teacher"]),
-            task=CAUSAL,
-            phase="evaluate",
+            task=Task.CAUSAL_LM,
+            phase=Phase.EVALUATE,
             phase_settings={},
             dtype=settings["teacher_dtype"],
         )
