@@ -19,7 +19,7 @@ from typing import Any
 
 from snugfit.errors import ModelError
 from snugfit.hub_kernels import only_errors
-from snugfit.job.inputs import added_tasks, objectives
+from snugfit.job.inputs import added_task, added_tasks, objectives
 
 HEADS: Mapping[str, tuple[str, str]] = {
     "sequence-classification": (
@@ -73,6 +73,8 @@ def class_of(task: str, config: Any) -> Any:
     """Return the class that transformers builds for a task and a config, without building it."""
     import transformers
 
+    if name := added_task(task).classes.get(config.model_type):
+        return getattr(transformers, name)
     # The private table maps a config's class to the model's class without building either.
     with only_errors(once=(task, type(config))):  # the class's module may import torchao
         classes = getattr(transformers, heads()[task][0])._model_mapping[type(config)]
@@ -87,7 +89,9 @@ def transformers_version() -> str:
 
 def class_names(task: str, model_type: str) -> frozenset[str]:
     """Return the names of the classes that transformers has for a task on an architecture."""
-    return _table("modeling_auto.py", heads()[task][1]).get(model_type, frozenset())
+    named = added_task(task).classes.get(model_type)
+    listed = _table("modeling_auto.py", heads()[task][1]).get(model_type, frozenset())
+    return listed | {named} if named else listed
 
 
 @cache

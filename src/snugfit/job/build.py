@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from snugfit.errors import ModelError, RecipeError, SnugfitError, missing_package_message, one_line
 from snugfit.hub_kernels import only_errors
-from snugfit.job.architectures import heads, transformers_version
+from snugfit.job.architectures import class_of, heads, transformers_version
 from snugfit.job.clone import clone_to_device
 from snugfit.job.config import ignored_keys
 from snugfit.job.dtype import cast_weights
@@ -169,8 +169,11 @@ def _from_facts(
     import torch
     import transformers
 
-    auto_class = getattr(transformers, heads()[job.task][0])
     config = job.transformers_config()
+    if config.model_type in job.added_task.classes:
+        auto_class = class_of(job.task, config)
+    else:
+        auto_class = getattr(transformers, heads()[job.task][0])
     dtype = getattr(torch, construction.loaded_dtype)
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     model: nn.Module
@@ -215,7 +218,11 @@ def _from_config(job: Job, auto_class: Any, config: Any, arguments: Mapping[str,
     import torch
 
     with only_errors(once=(auto_class, type(config))):  # the code of a model may import torchao
-        model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **arguments)
+        if hasattr(auto_class, "from_config"):
+            model: nn.Module = auto_class.from_config(config, trust_remote_code=False, **arguments)
+        else:
+            # Auto classes call the same method of the class that they choose.
+            model = auto_class._from_config(config, **arguments)
     _keep_in_fp32(model, arguments["dtype"])
     head = getattr(model, "lm_head", None)
     untied = config.is_encoder_decoder and job.model.config.get("tie_word_embeddings") is False

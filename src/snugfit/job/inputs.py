@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -25,6 +25,9 @@ class AddedTask:
 
     head: tuple[str, str]
     """Auto class and model types of the task, in the form of `HEADS` in `architectures.py`."""
+
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """transformers' class by model type, for types that the auto class does not list."""
 
     elsewhere: tuple[str, ...] = ()
     """Other names of the task: those of pipelines on the Hugging Face hub. Several tasks may share a name.

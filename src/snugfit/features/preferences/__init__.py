@@ -1,1 +1,3 @@
-"""Training on preferences: rewards of answers, and policies that prefer chosen answers to rejected ones."""
+"""Training on preferences and from a teacher: rewards of answers, policies that prefer chosen answers to
+rejected ones, and students of another model.
+"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.techniques.feature import Feature
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Preferences(Feature):
-    """The feature of reward models and of policies that learn from pairs of answers."""
+    """The feature of reward models, of policies that learn from pairs of answers, and of students."""
 
     column_roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
@@ -23,6 +23,13 @@ class Preferences(Feature):
         from snugfit.features.preferences.options import COMMANDS, OPTIONS
 
         return OPTIONS if command in COMMANDS else ()
+
+    def read_configuration(self, flags: Mapping[str, Any], settings: dict[str, Any]) -> None:
+        """Replace the teacher's name by its model, which --offline searches on this machine alone."""
+        from snugfit.job.model import Model
+
+        if isinstance(name := settings.get("teacher"), str):
+            settings["teacher"] = Model.find(name, online=not flags.get("offline")).to_json()
 
     def prepare(self, command: str, request: Any) -> Any:
         """Return the command's parsed options, with the memory that vLLM leaves. Raises `UsageError` if the

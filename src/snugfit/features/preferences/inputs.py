@@ -85,8 +85,10 @@ class Pairs(ModelInputs):
         return rows
 
     def label_items(self, batch: Any) -> int:
-        """Return the number of samples, over which the loss is a mean."""
-        return len(batch["input_ids"])
+        """Return the number of samples, over which the loss is a mean; of a student's, that of tokens."""
+        if batch["input_ids"].ndim == 3 or "labels" not in batch:
+            return len(batch["input_ids"])
+        return int((batch["labels"][:, 1:] != IGNORED).sum())
 
     def correct(self, out: Any, batch: Any) -> torch.Tensor | None:
         """Return True for each pair whose chosen answer has the higher score, (B), as TRL's

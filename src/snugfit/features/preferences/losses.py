@@ -133,6 +133,43 @@ def kto_loss(
     return (1 - torch.sigmoid(beta * signs * (ratios - z))).mean(), beta * ratios.detach()
 
 
+TEMPERATURE = 1.0
+"""Divisor of the logits in `distillation_loss`. TRL's trainer uses 1, and its division makes a copy."""
+
+
+def distillation_loss(
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """Return the generalized Jensen-Shannon divergence of two models from logits (B, S, V). It is a mean over
+    the positions whose label (B, S) is not -100.
+
+    With the mixture m = beta teacher + (1 - beta) student, it is beta KL(teacher, m) + (1 - beta)
+    KL(student, m). For beta 0 it is KL(teacher, student), for beta 1 KL(student, teacher). Source: Agarwal et
+    al., arXiv 2306.13649, equation 1 and section 3.1. All vocabulary-sized tensors of TRL 1.16 exist here for
+    as long as there.
+    """
+    import torch
+    from torch.nn.functional import kl_div, log_softmax
+
+    student, teacher = student / TEMPERATURE, teacher / TEMPERATURE
+    of_student, of_teacher = log_softmax(student, dim=-1), log_softmax(teacher, dim=-1)
+    options: Any = {"reduction": "none", "log_target": True}
+    if beta in (0, 1):
+        pair = (of_student, of_teacher) if beta == 0 else (of_teacher, of_student)
+        divergence = kl_div(*pair, **options)
+    else:
+        weight = of_student.new_tensor(beta)
+        # No name keeps the weighted terms alive.
+        mixture = torch.logsumexp(
+            torch.stack([of_student + torch.log1p(-weight), of_teacher + torch.log(weight)]), dim=0
+        )
+        first, second = kl_div(mixture, of_teacher, **options), kl_div(mixture, of_student, **options)
+        divergence = weight * first + (1 - weight) * second
+    counted = labels != IGNORED
+    divergence = divergence[counted]
+    return divergence.sum() / counted.sum().clamp(min=1)
+
+
 CLIP = 0.2
 """Largest distance of a ratio of probabilities from 1 (Schulman et al., arXiv 1707.06347, section 3)."""
 

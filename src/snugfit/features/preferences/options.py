@@ -22,12 +22,19 @@ def _option(name: str, kind: Any, sentence: str) -> inspect.Parameter:
 OPTIONS = (
     _option("completion_length", int | None, "with preferences: tokens of each answer. [half]"),
     _option("loss_type", str | None, f"with --task dpo: {', '.join(LOSSES)}. \\[sigmoid]"),
-    _option("beta", float | None, "with preferences: weight of the loss's margin, as in TRL."),
+    _option(
+        "beta",
+        float | None,
+        "weight of the loss's margin, or of the teacher, as in TRL.",
+    ),
     _option("gamma", float | None, "with --task simpo: margin of the loss. [0.5]"),
     _option("rollouts", int | None, "with --task grpo or rloo: answers generated at once. [batch]"),
     _option("generation", str | None, "with --task grpo or rloo: transformers or vllm. \\[transformers]"),
     _option("vllm_share", float | None, "with --generation vllm: its share of the GPU's memory. [0.3]"),
     _option("old_log_probs", bool | None, "with --task grpo or rloo: a pass of the policy before updates."),
+    _option("teacher", str | None, "with --task distill: the model that the student learns from."),
+    _option("teacher_dtype", str | None, "with --task distill: dtype of its weights. \\[its config's]"),
+    _option("lmbda", float | None, "with --task distill: share of steps on the student's answers. [0.5]"),
     _option("reference", str | None, f"with --task dpo or kto: {', '.join(REFERENCES)}. \\[auto]"),
 )
 """Command-line options of the settings."""
@@ -40,7 +47,8 @@ def check_request(command: str, request: Any) -> Any:
     task, settings = request.job.task, request.job.phase_settings
     if task not in FORMS:
         return request
-    commands = ("predict",) if task in ON_ROLLOUTS else COMMANDS
+    few = {"distill": COMMANDS[:-1], **dict.fromkeys(ON_ROLLOUTS, ("predict",))}
+    commands = few.get(task, COMMANDS)
     if command not in commands:
         raise UsageError(
             f"snugfit {command} does not support --task {task} yet. Commands: {', '.join(commands)}."

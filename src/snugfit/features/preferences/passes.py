@@ -86,10 +86,14 @@ class PairForward:
             "desirable": desirable, "reference_log_probs": reference_log_probs, "advantages": advantages,
         }  # fmt: skip
         batch = inputs | {name: value for name, value in named.items() if value is not None}
-        if input_ids is None or (advantages is None and input_ids.dim() != 3):
+        if input_ids is None or not self.takes(batch):
             return self.inner(**batch)
         loss, scores = self.loss(model, batch)
         return {"loss": loss, "logits": scores}
+
+    def takes(self, batch: Mapping[str, Any]) -> bool:
+        """Return True for a batch of the task, and False for one of the model's own forward pass."""
+        return "advantages" in batch or batch["input_ids"].dim() == 3
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Losses:
         """Return the mean loss of a batch of B pairs, and the scores of all answers (B, 2)."""
@@ -164,15 +168,11 @@ class RolloutForward(DpoForward):
         import torch
 
         ids = batch["input_ids"]
-        length = self.settings["completion_length"] or -(-ids.shape[1] // 2)
+        length = self.answer_length(ids)
         # A step generates once, before its first micro-batch, when no weight has a gradient.
         is_first = all(weight.grad is None for weight in model.parameters())
         if self.settings["generation"] == "transformers" and is_first:
-            # In training, transformers' checkpointing drops the cache.
-            model.eval()
-            with torch.no_grad():
-                self._generate(model, ids, length)
-            model.train()
+            self.generate(model, ids[:1, :-length].repeat(self.settings["rollouts"], 1), length)
         reference = old = None
         with torch.no_grad():
             if self.settings["old_log_probs"]:
@@ -187,20 +187,34 @@ class RolloutForward(DpoForward):
         loss = rollout_loss(policy, old, reference, batch["advantages"], self.settings["beta"])
         return loss, policy.detach().mean(1)
 
+    def answer_length(self, ids: torch.Tensor) -> int:
+        """Return the number of tokens of an answer in sequences (B, S)."""
+        given: int = self.settings["completion_length"]
+        return given or -(-ids.shape[1] // 2)
+
+    def generate(self, model: Any, prompts: torch.Tensor, length: int) -> None:
+        """Run the largest passes of a generation of `length` tokens after prompts (R, P), and leave the model
+        in training mode.
+        """
+        import torch
+
+        # In training, transformers' checkpointing drops the cache.
+        model.eval()
+        with torch.no_grad():
+            self._generate(model, prompts, length)
+        model.train()
+
     def _log_probs(self, run: Any, model: Any, batch: Mapping[str, Any], length: int) -> torch.Tensor:
         """Return log-probabilities (B, C) of the answers' tokens, from the logits that they need alone."""
         few = {"logits_to_keep": length + 1} if _accepts(model, "logits_to_keep") else {}
-        logits = run(**_arguments(model, batch), **few).logits
+        logits = run(**arguments_of(model, batch), **few).logits
         return answer_log_probs(logits[:, -length - 1 :], batch["input_ids"])
 
-    def _generate(self, model: Any, ids: torch.Tensor, length: int) -> None:
+    def _generate(self, model: Any, prompts: torch.Tensor, length: int) -> None:
         """Run the first and the last pass of a generation, which have its largest tensors."""
         from transformers import DynamicCache
 
-        rollouts, few = self.settings["rollouts"], {}
-        if _accepts(model, "logits_to_keep"):
-            few = {"logits_to_keep": 1}
-        prompts = ids[:1, :-length].repeat(rollouts, 1)
+        few = {"logits_to_keep": 1} if _accepts(model, "logits_to_keep") else {}
         cache = DynamicCache(config=model.config)
         given = {"past_key_values": cache, "use_cache": True, **few}
         self.inner(input_ids=prompts, **given)
@@ -232,10 +246,10 @@ def _rows(model: Any, batch: Mapping[str, Any], row: int | None = None) -> dict[
     pair.
     """
     names = ("input_ids", "attention_mask")
-    return _arguments(model, {name: _flat(batch[name], row) for name in names if name in batch})
+    return arguments_of(model, {name: _flat(batch[name], row) for name in names if name in batch})
 
 
-def _arguments(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model's arguments for the sequences (R, S) of a batch."""
     arguments = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     # A decoder would otherwise return keys and values, which no pass reads.
@@ -262,11 +276,7 @@ def compute_losses(job: Job, setup: Setup, model: Any, build: Callable[[], Any])
 
     Raises `UsageError` for several processes.
     """
-    if ranks_of(setup) != 1:
-        raise UsageError(
-            f"The task {job.task} was tried on one GPU only. Leave --gpus and --mesh out, or use the loop of "
-            "TRL with snugfit.fit."
-        )
+    refuse_processes(job, setup)
     source, is_adapted = _reference_of(job), hasattr(model, "disable_adapter")
     forward = FORWARDS[job.task](
         inner=forward_of(model),
@@ -274,6 +284,20 @@ def compute_losses(job: Job, setup: Setup, model: Any, build: Callable[[], Any])
         settings=dict(job.phase_settings),
         reference=_copy(model, build) if source in ("auto", "copy") and not is_adapted else None,
     )
+    return replace_forward(model, forward)
+
+
+def refuse_processes(job: Job, setup: Setup) -> None:
+    """Raise `UsageError` for a Setup of several processes."""
+    if ranks_of(setup) != 1:
+        raise UsageError(
+            f"The task {job.task} was tried on one GPU only. Leave --gpus and --mesh out, or use the loop of "
+            "TRL with snugfit.fit."
+        )
+
+
+def replace_forward(model: Any, forward: PairForward) -> Any:
+    """Return the model with another forward pass, and without dropout."""
     _turn_dropout_off(model)
     model.forward = OwnForward(forward, model)
     return model

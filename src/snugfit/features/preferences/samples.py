@@ -240,7 +240,7 @@ def read_samples(
 
 def _refuse_untrained(job: Job, *, pack: bool) -> None:
     """Raise `UsageError` for a job that is predicted alone, and for packed texts."""
-    if job.task in ON_ROLLOUTS:
+    if job.task in (*ON_ROLLOUTS, "distill"):
         raise UsageError(
             f"snugfit train does not support the task {job.task}, whose answers the model generates. Train "
             "with TRL, and use snugfit predict for its memory."

@@ -67,11 +67,21 @@ FORMS: Mapping[str, LossForm] = {
     ),
     "grpo": LossForm(tensors=OF_ROLLOUTS, settings={"beta": 0.0, **ROLLOUTS}),
     "rloo": LossForm(tensors=OF_ROLLOUTS, settings={"beta": 0.05, **ROLLOUTS}),
+    "distill": LossForm(
+        settings={"teacher": "", "teacher_dtype": "auto", "beta": 0.5, "lmbda": 0.5, **OF_ANSWERS}
+    ),
 }
 """Form of the loss by task. The defaults are those of TRL, and for SimPO those of its article."""
 
 ON_ROLLOUTS = ("grpo", "rloo")
 """Tasks whose samples are answers that the policy generates. They are predicted, and not trained."""
+
+OF_TEACHER: Mapping[str, type] = {
+    "teacher": str, "teacher_dtype": str, "beta": float, "lmbda": float, "completion_length": int,
+}  # fmt: skip
+"""Type of each setting of `distill`. `lmbda` is the share of steps on answers of the student, by TRL's
+name.
+"""
 
 TYPES: Mapping[str, type] = {
     "loss_type": str, "beta": float, "reference": str, "gamma": float, "completion_length": int,
@@ -101,10 +111,12 @@ def complete_settings(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name.replace('_', ' ')} is {value!r}.{did_you_mean(str(value), allowed)} Allowed are "
                 f"{', '.join(allowed)}."
             )
-    for name, least in (("beta", -1e-9 if job.task in ON_ROLLOUTS else 0.0), ("gamma", -1.0)):
+    from_0 = job.task in (*ON_ROLLOUTS, "distill")
+    for name, least in (("beta", -1e-9 if from_0 else 0.0), ("gamma", -1.0)):
         value = settings.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < 1e6:
-            raise JobError(f"{name} is {value!r}; allowed are numbers above {least:.0f}, such as 0.1.")
+            low = "from 0" if -1 < least < 0 else f"above {least:.0f}"
+            raise JobError(f"{name} is {value!r}; allowed are numbers {low}, such as 0.1.")
     if not 0 <= (share := settings.get("vllm_share", 0.0)) < 1:
         raise JobError(f"vllm share is {share!r}; allowed are shares of the GPU's memory from 0 to below 1.")
     if job.task in ON_ROLLOUTS:

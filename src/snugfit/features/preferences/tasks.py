@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from snugfit.features.preferences.settings import (
     FORMS,
     NOT_TRIED,
+    OF_TEACHER,
     TYPES,
     complete_settings,
     objections,
@@ -111,3 +112,40 @@ GRPO = RolloutTask(name="grpo")
 
 RLOO = RolloutTask(name="rloo")
 """REINFORCE with the other answers of a group as the baseline, for predictions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillTask(PreferenceTask):
+    """The task of a student that learns the next-token distributions of a teacher."""
+
+    head: tuple[str, str] = DECODER
+    rows: ClassVar[int] = 1
+    setting_types: ClassVar[Mapping[str, type]] = OF_TEACHER
+    doubts: ClassVar[tuple[str, ...]] = (
+        "With --lmbda above 0 the step has an answer's generation, and its seconds only the first and the "
+        "last pass of it. For all of it: --phase generate.",
+    )
+
+    def settings(self, job: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return all settings of the loss, with the teacher as the JSON object of its `Model`. Raises
+        `JobError` for invalid ones.
+        """
+        from snugfit.features.preferences.distillation import complete_teacher
+
+        return complete_teacher(job, complete_settings(job, given))
+
+    def arguments(self, job: Any) -> list[str]:
+        """Return options for the settings that are not the default."""
+        words = super().arguments(job)
+        words[words.index("--teacher") + 1] = job.phase_settings["teacher"]["name"]
+        return words
+
+    def finish(self, job: Any, setup: Any, model: Any, build: Callable[[], Any]) -> Any:
+        """Return the model with a forward pass that also runs the teacher."""
+        from snugfit.features.preferences.distillation import add_teacher
+
+        return add_teacher(job, setup, model)
+
+
+DISTILL = DistillTask(name="distill", elsewhere=("gkd",))
+"""Generalized knowledge distillation, for predictions, plans and measurements."""

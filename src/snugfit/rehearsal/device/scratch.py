@@ -63,6 +63,13 @@ def _huber(arguments: Sequence[Any], out: Any) -> Scratch:
     return nest(Buffer("elements", elements), during=(OUTPUTS,)) if not out.dim() else ()
 
 
+def _logsumexp(arguments: Sequence[Any], out: Any) -> Scratch:
+    # The maxima are tested for infinity before the sum (`logsumexp_out_impl`, `native/ReduceOps.cpp`).
+    maxima, shifted = Buffer("maxima", out.nbytes), Buffer("shifted", _nbytes(arguments[0]))
+    tested = nest(Buffer("absolute maxima", out.nbytes), Buffer("is infinite", out.numel()))
+    return nest(maxima, during=(*tested, *nest(shifted, during=(OUTPUTS,))))
+
+
 def _with_logits(arguments: Sequence[Any], out: Any) -> Scratch:
     elements = arguments[0].numel() * out.element_size()
     log_sigmoid, loss = Buffer("log-sigmoid", elements), Buffer("elements", elements)
@@ -92,7 +99,18 @@ def _layer_norm(arguments: Sequence[Any], out: Any) -> Scratch:
 
 
 def _layer_norm_backward(arguments: Sequence[Any], out: Any) -> Scratch:
-    return _contiguous(arguments[1])
+    gradient, operand = arguments[0], arguments[1]
+    copies = (OUTPUTS, *_contiguous_copy(gradient))
+    if operand.is_contiguous():
+        return copies
+    return nest(Buffer("contiguous input", _nbytes(operand)), during=copies)
+
+
+def _fft(arguments: Sequence[Any], out: Any) -> Scratch:
+    # Rows to transform are contiguous (`_exec_fft`, `native/mkl/SpectralOps.cpp`, `native/cuda`).
+    operand, dims = arguments[0], arguments[1]
+    rows = operand.movedim(dims[0], -1) if len(dims) == 1 else operand
+    return (OUTPUTS, *_contiguous_copy(rows))
 
 
 def _contiguous(operand: Any) -> Scratch:
@@ -111,10 +129,10 @@ def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
     return (OUTPUTS, *nest(Buffer("log beta", _nbytes(arguments[6]))))
 
 
-def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
-    # A non-contiguous gradient is copied (`host_softmax_backward`, `native/SoftMax.cpp`).
-    gradient = arguments[0]
-    return (OUTPUTS, *_contiguous_copy(gradient))
+def _first_copy(arguments: Sequence[Any], out: Any) -> Scratch:
+    # A non-contiguous gradient or input is copied (`host_softmax_backward`, `native/SoftMax.cpp`, and
+    # `native/AveragePool2d.cpp`).
+    return (OUTPUTS, *_contiguous_copy(arguments[0]))
 
 
 def _contiguous_copy(operand: Any) -> Scratch:
@@ -480,6 +498,11 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::mse_loss": _elements,
     "aten::smooth_l1_loss": _elements,
     "aten::huber_loss": _huber,
+    "aten::avg_pool2d": _first_copy,
+    "aten::_fft_r2c": _fft,
+    "aten::_fft_c2r": _fft,
+    "aten::_fft_c2c": _fft,
+    "aten::logsumexp": _logsumexp,
     "aten::binary_cross_entropy_with_logits": _with_logits,
     "aten::binary_cross_entropy": _mean_within,
     "aten::soft_margin_loss": _mean_within,
@@ -489,5 +512,6 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::embedding": indexing.embedding,
     "aten::max": _max_of_all,
     "aten::_ctc_loss_backward": _ctc_backward,
-    "aten::_log_softmax_backward_data": _log_softmax_backward,
+    "aten::_log_softmax_backward_data": _first_copy,
+    "aten::_softmax_backward_data": _first_copy,
 }

@@ -105,6 +105,29 @@ def binary_cross_entropy(
     return shrunk_loss(x, x, reduction)
 
 
+def batch_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors for the result of batch norm and its statistics.
+
+    The result of sequences (B, C, S) is contiguous, also for a transposed input (`batch_norm_cpu` in
+    `native/Normalization.cpp`; cuDNN takes a contiguous input).
+    """
+    out, mean, rstd = torch.ops.aten.native_batch_norm.default(x, *others)
+    return _contiguous_if_sequences(out), mean, rstd
+
+
+def batch_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, *others: Any
+) -> Sequence[torch.Tensor | None]:
+    """Return empty tensors for the gradients of batch norm's input, weight and bias, as in `batch_norm`."""
+    of_x, *rest = torch.ops.aten.native_batch_norm_backward.default(gradient, x, *others)
+    return (_contiguous_if_sequences(of_x), *rest)
+
+
+def _contiguous_if_sequences(tensor: torch.Tensor) -> torch.Tensor:
+    is_sequence = tensor.dim() == 3
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format) if is_sequence else tensor
+
+
 def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
     """Return an empty tensor for the gradient of a margin loss with respect to its input
     (`native/cuda/MultiMarginLoss.cu` and `MultiLabelMarginCriterion.cu`).
@@ -168,6 +191,8 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss_backward.Tensor: ctc_loss_backward,
     torch.ops.aten._log_softmax_backward_data.default: softmax_backward,
     torch.ops.aten._softmax_backward_data.default: softmax_backward,
+    torch.ops.aten.native_batch_norm.default: batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: batch_norm_backward,
     torch.ops.aten.mse_loss.default: shrunk_loss,
     torch.ops.aten.smooth_l1_loss.default: shrunk_loss,
     torch.ops.aten.soft_margin_loss.default: shrunk_loss,

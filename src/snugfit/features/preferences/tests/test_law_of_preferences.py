@@ -91,12 +91,21 @@ def rise_in(trace: Trace, *phases: str) -> int:
     return max(levels) - levels[0]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(("task", "recipe"), slow_but([("dpo", "lora + every_layer"), ("kto", "plain")], 0))
+=======
+@pytest.mark.parametrize(
+    ("task", "recipe"),
+    slow_but([("dpo", "lora + every_layer"), ("kto", "plain"), ("distill", "lora")], 1),
+)
+>>>>>>> h/tasks
 def test_a_deep_model_is_predicted_from_few_layers(
     task: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_layers, "DEEP", 16)
-    job, setup = preference_job("llama", task, 16), Recipe.parse(recipe).setup()
+    settings = {"teacher": preference_job("llama", "dpo", 3).model} if task == "distill" else {}
+    job = preference_job("llama", task, 16, phase_settings=settings)
+    setup = Recipe.parse(recipe).setup()
     grown, whole = rehearse_from_few_layers(job, setup, CudaPolicy()), rehearse(job, setup, CudaPolicy())
     assert grown is not None
     assert (grown.peak(), len(grown.kernels)) == (whole.peak(), len(whole.kernels))
@@ -141,3 +150,21 @@ def test_a_pass_without_gradients_leaves_gradients_to_the_next(task: str) -> Non
 @pytest.mark.parametrize("task", slow_but(["kto", "grpo"], 1))
 def test_autocast_casts_weights_once_for_all_passes(task: str) -> None:
     hold_to_reports(preference_job("llama", task), "bf16 + every_layer")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    slow_but(
+        [
+            ("plain", {"completion_length": 5}),
+            ("plain", {"lmbda": 0.0, "beta": 0.0}),
+            ("lora + bf16 + every_layer + micro_batches(2)", {"teacher_dtype": "bfloat16"}),
+        ],
+        1,
+    ),
+)
+def test_a_real_step_beside_a_teacher_is_predicted(recipe: str, settings: dict[str, Any]) -> None:
+    teacher = preference_job("llama", "dpo", 3).model
+    hold_to_reports(
+        preference_job("llama", "distill", phase_settings={"teacher": teacher, **settings}), recipe
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from small_tokenizers import tokenizer
 from snugfit.errors import JobError, RecipeError, UsageError
 from snugfit.features.preferences.losses import (
     LogProbs,
+    distillation_loss,
     dpo_loss,
     kto_loss,
     log_probs,
@@ -159,11 +162,58 @@ def test_the_loss_of_kto_is_that_of_its_article() -> None:
     assert float(loss) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("beta", [0, 0.25, 1])
+def test_the_loss_of_a_student_is_that_of_its_article(beta: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(2, 3, 5, generator=generator).log_softmax(-1) for _ in range(2))
+    labels = torch.tensor([[-100, 3, 1], [-100, -100, 4]])
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+
+    def divergence(chances: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return (chances.exp() * (chances - others)).sum(-1)
+
+    expected = beta * divergence(teacher, mixture) + (1 - beta) * divergence(student, mixture)
+    if beta in (0, 1):
+        expected = divergence(*((teacher, student) if beta == 0 else (student, teacher)))
+    # Any constant may be added to the logits of a position.
+    loss = distillation_loss(student + 2, teacher - 1, labels, beta)
+    torch.testing.assert_close(loss, expected[labels != -100].mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0, 0.25, 1])
+def test_the_loss_of_a_student_is_that_of_trl(beta: float) -> None:
+    pytest.importorskip("trl")
+    from trl.experimental.gkd import GKDTrainer
+
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(2, 3, 5, generator=generator) for _ in range(2)]
+    labels = torch.tensor([[-100, 3, 1], [-100, -100, 4]])
+    expected = GKDTrainer.generalized_jsd_loss(*logits, labels, beta)
+    torch.testing.assert_close(distillation_loss(*logits, labels, beta), expected)
+
+
+def test_a_job_with_a_teacher_is_read_back() -> None:
+    settings = {"teacher": "gpt2-large", "lmbda": 1, "completion_length": 100}
+    job = Job(model=Model.find("gpt2"), task="gkd", phase_settings=settings)
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    name = "openai-community/gpt2-large"
+    assert job.added_task.arguments(job) == [
+        "--teacher", name, "--lmbda", "1", "--completion-length", "100",
+    ]  # fmt: skip
+    with pytest.raises(JobError, match=r"gpt2 has 50,257 tokens, and the teacher .*bert-base-uncased 30,522"):
+        replace(job, phase_settings={"teacher": "bert-base-uncased"})
+    with pytest.raises(UsageError, match="snugfit train does not support the task distill"):
+        data(pairs(), job)
+
+
 SETTINGS = {
     "dpo-loss": ("dpo", {"loss_type": "sigmoit"}, "Did you mean 'sigmoid'.*hinge, ipo"),
     "beta": ("kto", {"beta": 0}, "beta is 0; allowed are numbers above 0"),
     "other": ("orpo", {"gamma": 1.0}, "orpo has no setting 'gamma'.*Settings: beta"),
     "none": ("reward", {"beta": 0.1}, "reward has no setting 'beta'"),
+    "teacher": ("distill", {}, "distill needs a teacher .*--teacher NAME"),
+    "share": ("distill", {"lmbda": 1.5}, "lmbda is 1.5; allowed .* from 0 to 1"),
     "length": ("dpo", {"completion_length": 16}, "completion length is 16; .* sequence length 16"),
 }
 

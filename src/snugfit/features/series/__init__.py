@@ -1,0 +1,1 @@
+"""Time series: models that predict the next values of several channels, with their batches."""
