@@ -19,7 +19,7 @@ from small_models import small_job
 from small_tokenizers import saved, tokenizer
 from snugfit.data.row_sources import read_rows
 from snugfit.data.rows import Row
-from snugfit.data.samples import Samples, samples_of
+from snugfit.data.samples import PACKED, Samples, samples_of
 from snugfit.data.tokens import load_tokenizer, padding_token
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
@@ -134,7 +134,7 @@ def test_what_was_cut_is_counted() -> None:
     samples = made(CLASSES, LABELLED)
     assert (samples.cut, samples.cut_tokens, samples.left_out) == (1, 2, 0)
     packed = made(CAUSAL, TEXTS, pack=True, length=4)
-    assert (packed.cut, packed.cut_tokens, len(packed)) == (0, 1, 3)
+    assert (packed.cut, packed.cut_tokens, len(packed), packed.notes) == (0, 1, 3, (PACKED,))
     both = made(PAIRED, [{"source": "one " * 9, "target": "two " * 9}])
     assert (both.cut, both.cut_tokens) == (1, 4 + 2)
 

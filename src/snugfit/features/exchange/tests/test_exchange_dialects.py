@@ -111,7 +111,7 @@ def test_an_sft_script_has_the_defaults_of_sft(tmp_path: Path) -> None:
         "recipe": "lora(r=16, targets=all-linear) + bf16 + chunked_loss + every_layer + adamw_fused",
     }  # fmt: skip
     assert not reading.refused
-    assert "packing" in keys(reading.ignored)
+    assert "packing" in keys(reading.differs)
     plain = read(tmp_path, "off.py", "SFTConfig(fp16=True, gradient_checkpointing=False)")
     assert plain.settings["recipe"] == "fp16 + chunked_loss + adamw_fused"
 
