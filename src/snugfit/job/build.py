@@ -183,7 +183,7 @@ def _from_facts(
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, arguments)
     try:
-        # `check_loaded` has the sentences in place of transformers' table of weights.
+        # `check_loaded` returns sentences that replace this table of weights.
         with patch.object(logging.getLogger("transformers.modeling_utils"), "warning"):
             model, loaded = auto_class.from_pretrained(
                 weights,

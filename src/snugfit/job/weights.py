@@ -202,8 +202,8 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
         more = f" {len(wrong) - 1} more have other shapes too." if len(wrong) > 1 else ""
         raise ModelError(
             f"{folder}: {name} has the shape {tuple(saved)}, and {type(model).__name__} has {tuple(due)} "
-            f"there.{more} The folder's weights must have the sizes of the model's config.json, and the "
-            "job's number of labels. Correct them, or give other weights."
+            "there. Give a folder whose weights have the sizes of its config.json and the job's number of "
+            f"labels.{more}"
         )
     missing = set(info["missing_keys"])
     # Without any weight in common, the folder belongs to another model.
