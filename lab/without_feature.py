@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from snugfit.feature_folders import feature_objects
@@ -63,15 +64,18 @@ def check(feature: str, *, quick: bool) -> bool:
         tree = Path(folder) / "tree"
         tree.mkdir()
         # Tests of the site resolve links, so nothing is linked to the original tree.
-        kept = [entry for entry in ROOT.iterdir() if entry.name == ".github" or entry.name[0] != "."]
+        # Tests with the marker `stored_rehearsals` read the folder `.rehearsals`.
+        hidden = (".github", ".rehearsals")
+        kept = [entry for entry in ROOT.iterdir() if entry.name in hidden or entry.name[0] != "."]
         subprocess.run(["cp", "-r", *map(str, kept), str(tree)], check=True)
         shutil.rmtree(tree / "src" / "snugfit" / "features" / feature)
         set_here = {"PYTHONPATH": str(tree / "src"), "XDG_CACHE_HOME": folder, "SNUGFIT_WITHOUT": words}
         environment = os.environ | set_here
-        unit = ["-m", "pytest", "-q", "-n", "2", "-m", "not whole and not slow", "--no-header"]
-        commands = [[*unit, *(["--collect-only", "-qq"] if quick else ["--maxfail=20"])]]
+        unit = ["-m", "pytest", "-n", "2", "-m", "not whole and not slow", "--no-header"]
+        commands = [[*unit, *(["--collect-only"] if quick else ["--maxfail=20"])]]
         commands = [["lab/write_docs.py"], *commands] + ([] if quick else [["-m", "snugfit", *PLAN]])
         for command in commands:
+            began = time.monotonic()
             ended = subprocess.run(
                 [sys.executable, *command],
                 cwd=tree,
@@ -80,6 +84,10 @@ def check(feature: str, *, quick: bool) -> bool:
                 text=True,
                 check=False,
             )
+            seconds = round(time.monotonic() - began)
+            # pytest's last line has the numbers of passed and skipped tests.
+            last = ended.stdout.rstrip().rpartition("\n")[2]
+            print(f"{feature}: {' '.join(command[:2])} took {seconds} s: {last}", flush=True)
             if ended.returncode:
                 print(ended.stdout[-6000:], ended.stderr[-3000:])
                 return False

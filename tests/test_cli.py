@@ -83,6 +83,8 @@ TYPED = {
     "batch 10^12": (["predict", *BERT, "--batch-size", "1000000000000"], "batch size is 1000000000000"),
     "batch a word": (["predict", *BERT, "--batch-size", "four"], "is four; allowed are whole numbers."),
     "no steps": (["plan", *BERT, "--steps", "0"], "--steps is 0; allowed are whole numbers from 1 up."),
+    "no step to time": (["measure", *BERT, "--steps", "0"], "--steps is 0; allowed are whole numbers from 1"),
+    "no time": (["measure", *BERT, "--deadline", "0"], "--deadline is 0"),
     "many workers": (["plan", *BERT, "--workers", "99"], "is 99; allowed are whole numbers from 1 to 64."),
     "padding a word": (["predict", *BERT, "--padding", "x"], "--padding is x; allowed are numbers."),
     "an empty recipe": (["predict", *BERT, "--recipe", ""], "--recipe is empty. Give it a value, or w"),

@@ -92,7 +92,7 @@ def test_predictions_are_the_same_and_simple_ones_import_little(jobs: list[Any],
 
 REAL = """
 import builtins, json, sys
-if {without_triton}:
+if not {triton}:
     sys.modules["triton"] = None
 importing = builtins.__import__
 from snugfit.deferred_imports import _DEFERRAL, PutOffName, are_put_off, defer_imports
@@ -135,25 +135,24 @@ print("FOUND", json.dumps([vars(import_utils)[READS_LIST].__qualname__.partition
 """
 
 
-FIRST_WANT = "torch.compile(lambda x: x, backend='eager')(1)"
-"""The case of an environment without Triton, such as one with the CPU build of torch."""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "wants",
-    [
-        FIRST_WANT,
-        "import torch.distributed.tensor",
-        "import torch._dynamo",
-        "sharding_utils.DTensor.from_local",
-        "torch._dynamo.config",
-    ],
+    ("wants", "triton"),
+    slow_but(
+        [
+            # The CPU build of torch has no Triton.
+            ("torch.compile(lambda x: x, backend='eager')(1)", False),
+            ("import torch.distributed.tensor", True),
+            ("import torch._dynamo", True),
+            ("sharding_utils.DTensor.from_local", True),
+            ("torch._dynamo.config", True),
+        ],
+        0,
+    ),
 )
-def test_whoever_wants_the_real_thing_gets_it(wants: str, tmp_path: Path) -> None:
+def test_whoever_wants_the_real_thing_gets_it(wants: str, triton: bool, tmp_path: Path) -> None:
     """Training arguments import no peft, and find its models once it is imported."""
     expected = [[True, True], False, True, [], True, "module", True, [False, True, False, True]]
-    assert found(REAL.format(wants=wants, without_triton=wants == FIRST_WANT), tmp_path) == expected
+    assert found(REAL.format(wants=wants, triton=triton), tmp_path) == expected
 
 
 def test_lists_of_transformers_are_the_same_from_their_last_list_on(tmp_path: Path) -> None:

@@ -66,9 +66,11 @@ def test_a_closed_terminal_ends_no_run() -> None:
 def test_an_encoding_without_a_letter_gets_a_similar_one(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     narrow = StandardOutput(raw, encoding="ascii", errors=SIMILAR)
-    narrow.write("4 × 512 → 128 · 中 ─┼│ ▁█\udcff\n")
+    narrow.write("4 × 512 → 128 · 中 ─┼│ ▁█\udcff gr\udcc3\udcb6\udcc3\udc9fe×\n")
     narrow.flush()
-    assert raw.getvalue() == b"4 x 512 -> 128 - \\u4e2d --| ##\\udcff\n"
+    # The bytes of a path that Python did not decode are those that the user typed.
+    path = "größe".encode()
+    assert raw.getvalue() == b"4 x 512 -> 128 - \\u4e2d --| ##\\xff " + path + b"x\n"
     raw.truncate(0)
     raw.seek(0)
     monkeypatch.setattr(sys, "stdout", narrow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 from dataclasses import replace
@@ -93,10 +94,18 @@ def test_an_index_of_one_tensor_is_refused(tmp_path: Path) -> None:
         loaded_from(folder, "bert")
 
 
-def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    report = "transformers.utils.loading_report.LoadStateDictInfo.create_loading_report"
+    monkeypatch.setattr(report, lambda *_: "| classifier | MISMATCH |")
+    logger = logging.getLogger("transformers.modeling_utils")
+    monkeypatch.setattr(logger, "handle", lambda record: logged.append(record.getMessage()))
     folder = folder_without(tmp_path, "bert")
     with pytest.raises(ModelError, match=r"classifier\.\w+ has the shape .* labels"):
         loaded_from(folder, "bert", labels=5)
+    assert not logged
 
 
 def test_what_the_model_has_no_place_for_is_named(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from small_models import small_job
 from small_tokenizers import saved, tokenizer
 from snugfit.data.row_sources import read_rows
 from snugfit.data.rows import Row
-from snugfit.data.samples import Samples, samples_of
+from snugfit.data.samples import PACKED, Samples, samples_of
 from snugfit.data.tokens import load_tokenizer, padding_token
 from snugfit.errors import UsageError
 from snugfit.job.job import Job, Task
+from snugfit.training.run.dataset import _notes_on_rows
 
 CLASSES, WORDS = Task.SEQUENCE_CLASSIFICATION, Task.TOKEN_CLASSIFICATION
 CAUSAL, MASKED, PAIRED = Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM
@@ -134,7 +135,11 @@ def test_what_was_cut_is_counted() -> None:
     samples = made(CLASSES, LABELLED)
     assert (samples.cut, samples.cut_tokens, samples.left_out) == (1, 2, 0)
     packed = made(CAUSAL, TEXTS, pack=True, length=4)
-    assert (packed.cut, packed.cut_tokens, len(packed)) == (0, 1, 3)
+    assert (packed.cut, packed.cut_tokens, len(packed), packed.notes) == (0, 1, 3, (PACKED,))
+    job = replace(small_job("gpt2", 1), batch_size=3)
+    assert [*_notes_on_rows(packed, job)] == []
+    (few,) = _notes_on_rows(packed, replace(job, batch_size=4))
+    assert "all 3 samples" in few
     both = made(PAIRED, [{"source": "one " * 9, "target": "two " * 9}])
     assert (both.cut, both.cut_tokens) == (1, 4 + 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,8 +12,14 @@ from typing import Any
 
 import pytest
 
-from snugfit.errors import JobError
-from snugfit.prediction.worker_pool import Question, SpareProcesses, map_in_processes, worker_pool
+from snugfit.errors import JobError, SnugfitError
+from snugfit.prediction.worker_pool import (
+    Question,
+    SpareProcesses,
+    _Worker,
+    map_in_processes,
+    worker_pool,
+)
 
 
 def halve(number: int) -> int:
@@ -36,6 +43,19 @@ def test_items_come_in_order_until_one_cannot_be_answered(workers: int) -> None:
 def test_a_bug_in_a_worker_shows_its_own_traceback() -> None:
     with pytest.raises(RuntimeError, match="KeyError"):
         list(map_in_processes(halve, [1, -1], workers=2))
+
+
+@pytest.mark.whole
+def test_a_killed_fork_server_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [EOFError(), ConnectionRefusedError("no such server")]
+
+    def refuse(_descriptors: Any) -> None:
+        raise faults.pop(0)
+
+    monkeypatch.setattr("multiprocessing.forkserver.connect_to_new_process", refuse)
+    with pytest.raises(SnugfitError, match=r"no such server.*--workers 1"):
+        _Worker(multiprocessing.get_context("forkserver"), dict)
+    assert not faults
 
 
 class Slow:

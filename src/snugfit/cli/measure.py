@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 RUN = "The run"
 
 ON_CPU = "This machine has no GPU that torch can use: the step runs on the CPU, without a GPU's figures."
-Steps = Annotated[int, given.option(RUN, "Number of steps to time, after the warm-up.")]
-Warmup = Annotated[int, given.option(RUN, "Number of warm-up steps, which are not timed.")]
+Steps = Annotated[int, given.option(RUN, "Number of steps to time, after the warm-up.", min=1)]
+Warmup = Annotated[int, given.option(RUN, "Number of warm-up steps, which are not timed.", min=0)]
 Device = Annotated[
     str | None, given.option(RUN, "cuda, cuda:1 or cpu. \\[a GPU if there is one, else the CPU]")
 ]
-Deadline = Annotated[float, given.option(RUN, "Stop the run after so many seconds.")]
+Deadline = Annotated[float, given.option(RUN, "Stop the run after so many seconds.", min=1.0)]
 Ledger = Annotated[Path, given.option(RUN, "Folder in which measured runs are saved.")]
 Predict = Annotated[
     bool, given.option(RUN, "Also predict the step, and show both side by side.", "--predict")

@@ -19,6 +19,7 @@ import codecs
 import io
 import logging
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -32,12 +33,26 @@ SIMILAR = "snugfit.similar"
 """Name of the codec error handler that uses `SIMILAR_LETTERS`."""
 
 
-def similar_letters(fault: UnicodeError) -> tuple[str, int]:
-    """Return similar ASCII letters for those that cannot be encoded, and the position after them."""
+_UNDECODED = re.compile("[\udc80-\udcff]+")
+
+
+def similar_letters(fault: UnicodeError) -> tuple[str | bytes, int]:
+    """Return similar ASCII letters for one that cannot be encoded, and the position after it.
+
+    Surrogates are bytes of a path that Python did not decode. They are returned as bytes if these are UTF-8.
+    """
     if not isinstance(fault, UnicodeEncodeError):
         raise fault
     letters = fault.object[fault.start : fault.end]
-    return "".join(map(_similar, letters)), fault.end
+    undecoded = _UNDECODED.match(letters)
+    if undecoded is None:
+        return _similar(letters[0]), fault.start + 1
+    path, end = undecoded[0].encode("ascii", "surrogateescape"), fault.start + undecoded.end()
+    try:
+        path.decode("utf-8")
+    except UnicodeDecodeError:
+        return path.decode("ascii", "backslashreplace"), end
+    return path, end
 
 
 def _similar(letter: str) -> str:

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+PACKED = "Texts are packed: attention crosses the texts within a sample."
+"""A note of a run on packed texts."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples(IndexedSamples):
@@ -99,7 +103,8 @@ class Samples(IndexedSamples):
     def pack(self, length: int) -> Samples:
         """Concatenate the tokens of all samples and cut them into samples of this length."""
         inputs = self.inputs.recut(length)
-        return replace(self, inputs=inputs, cut_tokens=len(self.inputs.values) - len(inputs.values))
+        cut = len(self.inputs.values) - len(inputs.values)
+        return replace(self, inputs=inputs, cut_tokens=cut, notes=(*self.notes, PACKED))
 
 
 def samples_of(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 from snugfit.errors import ModelError, RecipeError, SnugfitError, missing_package_message, one_line
 from snugfit.hub_kernels import only_errors
@@ -184,16 +186,18 @@ def _from_facts(
     with torch.device("meta"):
         built = _from_config(job, auto_class, config, arguments)
     try:
-        model, loaded = auto_class.from_pretrained(
-            weights,
-            config=config,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` refuses them by name
-            **arguments,
-            **construction.loading_arguments(built),
-        )
+        # `check_loaded` returns sentences that replace this table of weights.
+        with patch.object(logging.getLogger("transformers.modeling_utils"), "warning"):
+            model, loaded = auto_class.from_pretrained(
+                weights,
+                config=config,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `check_loaded` refuses them by name
+                **arguments,
+                **construction.loading_arguments(built),
+            )
     # transformers raises this for fused weights of which parts are missing.
     except RuntimeError as error:
         if "automatic conversion" not in str(error):

@@ -202,8 +202,8 @@ def check_loaded(model: Any, folder: Path, info: Mapping[str, Any]) -> LoadedWei
         more = f" {len(wrong) - 1} more have other shapes too." if len(wrong) > 1 else ""
         raise ModelError(
             f"{folder}: {name} has the shape {tuple(saved)}, and {type(model).__name__} has {tuple(due)} "
-            f"there. The job must have the sizes of the folder's config.json, and the same number of labels."
-            f"{more}"
+            "there. Give a folder whose weights have the sizes of its config.json and the job's number of "
+            f"labels.{more}"
         )
     missing = set(info["missing_keys"])
     # Without any weight in common, the folder belongs to another model.

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -74,9 +74,23 @@ class _Worker:
         self.connection, child_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_end, make), daemon=True)
         with _main_of_a_file():
-            self.process.start()
+            self._start()
         # Only the child needs its end. An open copy here would hide its death.
         child_end.close()
+
+    def _start(self) -> None:
+        """Start the process. Raises `SnugfitError` if the fork server is killed twice meanwhile."""
+        with suppress(EOFError, OSError):
+            self.process.start()
+        if self.process.pid is not None:
+            return
+        try:
+            self.process.start()  # which starts another fork server
+        except (EOFError, OSError) as error:
+            raise SnugfitError(
+                f"No worker process can be started ({str(error) or 'the fork server was killed'}), perhaps "
+                "because memory ran out. Try one worker (--workers 1; workers=1 in Python)."
+            ) from None
 
     def send(self, question: Question) -> None:
         """Send the method call without waiting. Raises `SnugfitError` when the process has died."""

@@ -7,8 +7,9 @@ batch, and not one micro-batch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from snugfit.errors import RecipeError
@@ -33,6 +34,9 @@ class SlotReading:
     note: str = ""
     """Difference between the technique and the effect of these arguments in the other library."""
 
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """Error sentence by argument, for values that a technique with these arguments does not allow."""
+
 
 def read_slots(arguments: Mapping[str, Any]) -> tuple[SlotReading, ...]:
     """Return the technique of each slot (such as precision) that another library's arguments imply. The
@@ -45,6 +49,7 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
     best: SlotReading | None = None
     most_literals = -1
     looked_at: dict[str, None] = {}
+    faults: dict[str, str] = {}
     for kind in roster.techniques():
         for counterpart in kind.counterparts if kind.slot is slot else ():
             # Such arguments imply the technique only in a script that snugfit has written.
@@ -53,20 +58,23 @@ def _read_slot(slot: Slot, arguments: Mapping[str, Any]) -> SlotReading:
             keys = tuple(counterpart.arguments)
             looked_at |= dict.fromkeys(keys)
             literals = sum(not isinstance(value, Setting) for value in counterpart.arguments.values())
-            technique = _technique_from(counterpart, kind, arguments)
+            technique = _technique_from(counterpart, kind, arguments, faults)
             # The match with more fixed values wins: an accumulation of 1 is the whole batch, not one
             # micro-batch.
             if technique is not None and literals > most_literals:
                 best = SlotReading(slot=slot, technique=technique, keys=keys, note=counterpart.note)
                 most_literals = literals
-    return best or SlotReading(slot=slot, technique=None, keys=tuple(looked_at))
+    return best or SlotReading(slot=slot, technique=None, keys=tuple(looked_at), faults=faults)
 
 
 def _technique_from(
-    counterpart: Counterpart, kind: type[Technique], arguments: Mapping[str, Any]
+    counterpart: Counterpart,
+    kind: type[Technique],
+    arguments: Mapping[str, Any],
+    faults: dict[str, str],
 ) -> Technique | None:
     """Return a technique of this class, built from another library's arguments. None if the values differ
-    from the counterpart's or are invalid settings.
+    from the counterpart's, or are invalid settings. Their errors are added to `faults`.
     """
     settings = dict(counterpart.settings)
     for key, value in counterpart.arguments.items():
@@ -81,5 +89,11 @@ def _technique_from(
         return None
     try:
         return kind(**settings)
-    except RecipeError:
+    except RecipeError as error:
+        keys = {value.name: key for key, value in counterpart.arguments.items() if isinstance(value, Setting)}
+        # The error names its setting, as in `lora: alpha is 0; ...`.
+        for word in re.findall(r"\w+", str(error)):
+            if word in keys:
+                faults.setdefault(keys[word], str(error))
+                break
         return None

@@ -65,6 +65,7 @@ ARGUMENTS: Mapping[str, Setting] = {
     "lora.target_parameters": Setting("parameters"),
     "lora.layers_to_transform": Setting("layers"),
     "lora.rank_pattern": Setting("rank_pattern"),
+    "lora.alpha_pattern": Setting("alpha_pattern"),
     "lora.bias": Setting("bias"),
 }
 """Arguments of peft's `LoraConfig`, each mapped to the setting of `lora` with the same meaning."""
@@ -72,9 +73,15 @@ ARGUMENTS: Mapping[str, Setting] = {
 _MORE = {
     "dora": "use_dora", "rslora": "use_rslora", "save": "modules_to_save", "exclude": "exclude_modules",
     "parameters": "target_parameters", "layers": "layers_to_transform", "rank_pattern": "rank_pattern",
-    "bias": "bias", "alpha": "lora_alpha",
+    "alpha_pattern": "alpha_pattern", "bias": "bias", "alpha": "lora_alpha",
 }  # fmt: skip
 """Optional settings of `lora`, each mapped to the argument of `LoraConfig` with the same meaning."""
+
+_PATTERNS = {
+    "rank_pattern": r"[1-9]\d{0,3}",
+    "alpha_pattern": r"(?=[\d.]*[1-9])\d{1,5}(\.\d+)?",
+}
+"""Optional settings that map names of modules to numbers, and the regular expression of their numbers."""
 
 _PEFT_TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -116,29 +123,34 @@ class LowRank(Technique):
     """True scales updates by alpha / sqrt(r), False by alpha / r."""
 
     save: tuple[str, ...] | None = None
-    """Ends of names of modules that train whole, beside the adapters."""
+    """Ends of names of modules that train whole too."""
 
     exclude: tuple[Pattern, ...] | None = None
-    """Targets that are not adapted: ends of names, or a quoted pattern."""
+    """Targets that are not adapted."""
 
     parameters: tuple[Pattern, ...] | None = None
-    """Ends of names of parameters to adapt, such as weights of experts."""
+    """Ends of names of adapted parameters, such as weights of experts."""
 
     layers: tuple[int, ...] | None = None
     """Numbers of adapted layers; by default all."""
 
     rank_pattern: tuple[Pattern, ...] | None = None
-    """Other ranks, each as a quoted pattern of names, a colon and the rank: `'down_proj:4'`."""
+    """Other ranks, each a quoted pattern, a colon and the rank: `'down_proj:4'`."""
 
     bias: Literal["all", "lora_only"] | None = None
     """Biases that train too: all, or those of adapted modules."""
 
-    alpha: int = between(1, 1 << 16, default=8)
-    """Numerator of the scale of updates."""
+    alpha: float = between(1e-6, 1 << 16, default=8)
+    """Numerator of the scale."""
+
+    alpha_pattern: tuple[Pattern, ...] | None = None
+    """Other numerators, written like `rank_pattern`."""
 
     def __post_init__(self) -> None:
         """Raise `RecipeError` for a quoted pattern next to names, or for a rank that is not a number."""
         super().__post_init__()
+        # Equal recipes have equal texts, which are the keys of stored answers.
+        object.__setattr__(self, "alpha", _number(self.alpha))
         for name in ("targets", "exclude"):
             words = getattr(self, name) or ()
             if len(words) > 1 and not all(map(is_word, words)):
@@ -152,11 +164,13 @@ class LowRank(Technique):
             )
         if self.parameters and self.dropout:
             raise RecipeError(f"{self.name}: peft adapts parameters without dropout. Leave dropout out.")
-        for entry in self.rank_pattern or ():
-            if not re.fullmatch(r".+:[1-9]\d{0,3}", entry):
-                raise RecipeError(
-                    f"{self.name}: rank_pattern has {entry!r}. Write a name and a rank, 'down_proj:4'."
-                )
+        for name, number in _PATTERNS.items():
+            for entry in getattr(self, name) or ():
+                if not re.fullmatch(rf".+:{number}", entry):
+                    raise RecipeError(
+                        f"{self.name}: {name} has {entry!r}. Write a name and a positive number, "
+                        "'down_proj:4'."
+                    )
 
     @classmethod
     def planning_objection(cls, job: Job) -> str:
@@ -282,8 +296,10 @@ def _peft_arguments(
     targets = _as_peft_takes(targets)
     everywhere = targets == ALL_LINEAR
     further = {_MORE[name]: value for name, value in more.items() if value}
-    if ranks := further.get("rank_pattern"):
-        further["rank_pattern"] = {key: int(rank) for key, _, rank in (one.rpartition(":") for one in ranks)}
+    for pattern in _PATTERNS:
+        if entries := further.get(pattern):
+            parts = (entry.rpartition(":") for entry in entries)
+            further[pattern] = {key: _number(float(number)) for key, _, number in parts}
     own: dict[str, Any] = {}
     if everywhere and task == "TOKEN_CLS":
         own["exclude_modules"] = list(_TOKEN_HEADS)
@@ -304,6 +320,11 @@ def _peft_arguments(
         **own,
         **further,
     }
+
+
+def _number(value: float) -> float:
+    """Return a whole number as an int, and another number unchanged."""
+    return int(value) if float(value).is_integer() else value
 
 
 def _as_peft_takes(targets: str | Sequence[str]) -> str | Sequence[str]:

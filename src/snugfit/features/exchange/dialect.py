@@ -75,7 +75,7 @@ class Dialect:
 
     together: list[dict[str, Any]] = field(default_factory=list)
     """Meanings of several keys together. If all values of `when` are present, the arguments of `becomes` are
-    added.
+    added, and those of `defaults` that no key has set.
     """
 
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -48,7 +48,7 @@ _VARIANTS = ("use_dora", "use_rslora")
 
 _NOT_COMPARED = (
     "lora.modules_to_save", "lora.exclude_modules", "lora.target_parameters", "lora.layers_to_transform",
-    "lora.rank_pattern", "lora.bias", "model.quantization_config.load_in_8bit",
+    "lora.rank_pattern", "lora.alpha_pattern", "lora.bias", "model.quantization_config.load_in_8bit",
 )  # fmt: skip
 """Adapter arguments that are refused, because files of these tools with them were not compared."""
 

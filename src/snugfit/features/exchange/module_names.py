@@ -20,7 +20,10 @@ NAMES = (
 )  # fmt: skip
 """Arguments whose values are names of modules or parameters."""
 
-LAYERS, RANKS, OPTIMIZED = "lora.layers_to_transform", "lora.rank_pattern", "optim_target_modules"
+LAYERS, OPTIMIZED = "lora.layers_to_transform", "optim_target_modules"
+PATTERNS = ("lora.rank_pattern", "lora.alpha_pattern")
+"""Arguments that map patterns of module names to numbers."""
+
 TRAINED = "frozen.patterns_of_axolotl"
 
 _SPECIAL = re.compile(r"[\\^$*+?()|\[\]{}]")
@@ -39,9 +42,10 @@ def read_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
         whole[OPTIMIZED] = _optimizer_targets(whole[OPTIMIZED])
     if isinstance(layers := whole.get(LAYERS), int | list):
         whole[LAYERS] = tuple(layers) if isinstance(layers, list) else (layers,)
-    ranks = {key: whole.pop(key) for key in [*whole] if key.startswith(f"{RANKS}.")}
-    if ranks:
-        whole[RANKS] = tuple(f"{key.removeprefix(f'{RANKS}.')}:{rank}" for key, rank in ranks.items())
+    for pattern in PATTERNS:
+        of_names = {key: whole.pop(key) for key in [*whole] if key.startswith(f"{pattern}.")}
+        if of_names:
+            whole[pattern] = tuple(f"{key[len(pattern) + 1 :]}:{number}" for key, number in of_names.items())
     if isinstance(patterns := whole.pop(TRAINED, None), list) and patterns:
         whole |= {"frozen": True, "frozen.only": tuple(map(_of_axolotl, map(str, patterns)))}
     return {key: None if value in ((), {}) else value for key, value in whole.items()}

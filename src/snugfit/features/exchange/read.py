@@ -25,7 +25,7 @@ from snugfit.features.exchange.account import Line, Reading
 from snugfit.features.exchange.command_line import parse_pairs
 from snugfit.features.exchange.dialect import Dialect, as_word, dialect, flatten
 from snugfit.features.exchange.document import Document, open_documents
-from snugfit.features.exchange.module_names import RANKS, TRAINED, read_names
+from snugfit.features.exchange.module_names import PATTERNS, TRAINED, read_names
 from snugfit.features.exchange.processes import (
     BUCKET,
     BY,
@@ -202,7 +202,9 @@ class _Reader:
                     self._translate(name, value, of_key, given, of_script=of_script)
         for rule in table.together:
             if all(given.get(key) == value for key, value in rule["when"].items()):
-                self._add(rule["becomes"], next(iter(rule["when"].items())), table)
+                usual = rule.get("defaults", {}).items()
+                unset = {name: value for name, value in usual if name not in self.arguments}
+                self._add({**rule.get("becomes", {}), **unset}, next(iter(rule["when"].items())), table)
 
     def _add(
         self, arguments: Mapping[str, Any], origin: tuple[str, Any], table: Dialect | None = None
@@ -320,7 +322,7 @@ class _Reader:
                 whole |= group
         whole |= {key: value for key, value in self.arguments.items() if not _unset(key, value, whole)}
         self.arguments = read_names(whole)
-        for raw, key in ((TRAINED, "frozen.only"), (f"{RANKS}.", RANKS)):
+        for raw, key in ((TRAINED, "frozen.only"), *((f"{one}.", one) for one in PATTERNS)):
             # `read_names` has merged these keys into one, so the origin of their value moves there too.
             for name in [name for name in self.origins if name.startswith(raw)]:
                 origin, table = self.origins.pop(name), self.tables.pop(name)
@@ -411,7 +413,8 @@ class _Reader:
         """
         blamed = [key for key in slot.keys if key in self.origins and not self._is_default(key)]
         unsure = [key for key in blamed if isinstance(self.origins[key][1], Unknown)]
-        for key in unsure or blamed or slot.keys[:1]:
+        invalid = [key for key in blamed if key in slot.faults]
+        for key in unsure or invalid or blamed or slot.keys[:1]:
             name, value = self.origins.get(key, (key, self.arguments.get(key)))
             if unsure:
                 yield Line(key=name, value=str(value), says=_COMPUTED, instead="recipe")
@@ -420,7 +423,7 @@ class _Reader:
             together = f" together with {', '.join(rest)}" if rest else ""
             names = ", ".join(one.name for one in roster.techniques() if one.slot is slot.slot)
             says = f"no {slot.slot} does this here{together}. Techniques there: {names}"
-            hint = advice(value) if isinstance(value, str) else None
+            hint = slot.faults.get(key) or (advice(value) if isinstance(value, str) else None)
             yield Line(key=name, value=as_word(value), says=hint or says, instead="recipe")
 
     def _job(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -136,7 +135,8 @@ class ModelWeights:
         get one dtype.
         """
         weights, written = self.files[WEIGHTS], self._tensors_to_write()
-        with no_progress_bars(), _no_deepspeed():
+        # The model has no container. To look for one, transformers would import packages for seconds.
+        with no_progress_bars(), patch("transformers.modeling_utils.unwrap_model", lambda module: module):
             model.save_pretrained(folder, state_dict=written)
         # transformers may omit or rename tensors when it saves, so the names are read from its files.
         names = _names_in(folder)
@@ -332,16 +332,3 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _no_deepspeed() -> Iterator[None]:
-    """Context in which accelerate imports no DeepSpeed to unwrap a model. Its import takes seconds on a GPU,
-    and only an imported DeepSpeed can have wrapped a model.
-    """
-    unwrapping = sys.modules.get("accelerate.utils.other")
-    if unwrapping is None or sys.modules.get("deepspeed") is not None:
-        yield
-        return
-    with patch.object(unwrapping, "is_deepspeed_available", lambda: False):
-        yield

@@ -80,12 +80,14 @@ def _with_collate(samples: IndexedSamples, job: Job, tokenizer: Any | None, opti
             "it out."
         )
     collate = samples.collate_with(Collate(job, pad_token, pad_to_multiple_of=options.pad_to_multiple_of))
-    notes = (*samples.notes, *_notes_on_cuts(samples))
+    notes = (*samples.notes, *_notes_on_rows(samples, job))
     return Data(samples=samples, collate=collate, lengths=lengths, notes=notes)
 
 
-def _notes_on_cuts(samples: IndexedSamples) -> Iterator[str]:
-    """Yield notes for the user on dataset rows that were truncated or omitted."""
+def _notes_on_rows(samples: IndexedSamples, job: Job) -> Iterator[str]:
+    """Yield notes for the user on dataset rows that were truncated or omitted, or are less than a batch."""
+    if len(samples) < job.batch_size:
+        yield f"Each batch has all {len(samples):,} samples of the data, and not {job.batch_size:,}."
     if samples.cut:
         yield (
             f"{samples.cut:,} samples were too long: {samples.cut_tokens:,} of their tokens were cut "

@@ -27,17 +27,31 @@ def test_lora_without_known_targets_adapts_all_linear_layers_and_says_so(facts: 
 
 
 @pytest.mark.parametrize(
-    ("text", "scale"), [("lora(r=4)", 2), ("lora(r=4, alpha=12)", 3), ("lora(r=4, alpha=12, rslora=true)", 6)]
+    ("text", "scales"),
+    [
+        ("lora(r=4)", [2, 2]),
+        ("lora(r=4, alpha=12.0)", [3, 3]),
+        ("lora(r=4, alpha=0.5)", [0.125, 0.125]),
+        ("lora(r=4, rslora=true, alpha=12)", [6, 6]),
+        ("lora(r=4, alpha_pattern='value:2.5')", [2, 0.625]),
+    ],
 )
-def test_updates_are_scaled_by_alpha(text: str, scale: float) -> None:
+def test_updates_are_scaled_by_alpha(text: str, scales: list[float]) -> None:
     pytest.importorskip("peft", reason="the extra peft is not installed")
     job, recipe = small_job("bert", 1), Recipe.parse(text)
     model = build_model(job, recipe.setup(), torch.device("meta"))
-    scales = [
-        layer.scaling for layer in model.modules() if hasattr(layer, "scaling") and hasattr(layer, "lora_A")
-    ]
-    assert scales == [{"default": scale}] * 2
-    assert [line for line in recipe[Slot.ADAPTERS].code(job) if "lora_alpha=12" in line or scale == 2]
+    scaled = [layer for layer in model.modules() if hasattr(layer, "scaling") and hasattr(layer, "lora_A")]
+    assert [layer.scaling["default"] for layer in scaled] == scales
+    written = recipe[Slot.ADAPTERS].code(job)[-1]
+    assert ("lora_alpha=12" in written) == ("alpha=12" in text)
+    assert ('alpha_pattern={"value": 2.5}' in written) == ("alpha_pattern" in text)
+    assert str(recipe) == text.replace(".0", "")
+
+
+@pytest.mark.parametrize("word", ["alpha=0", "alpha_pattern='value:0'", "alpha_pattern='value:x'"])
+def test_an_invalid_alpha_is_named(word: str) -> None:
+    with pytest.raises(RecipeError, match=f"lora: {word.partition('=')[0]} "):
+        Recipe.parse(f"lora({word})")
 
 
 def test_peft_s_table_read_from_its_source_is_the_imported_one() -> None:

@@ -64,7 +64,7 @@ model, tokenizer = FastLanguageModel.from_pretrained(
     model_name="unsloth/Llama-3.2-1B-Instruct", max_seq_length=max_seq_length, load_in_4bit={four},
 )
 model = FastLanguageModel.get_peft_model(
-    model, r=32, target_modules=["q_proj", "v_proj"], lora_alpha=16, bias="none",
+    model, r=32, target_modules=["q_proj", "v_proj"], bias="none",
     use_gradient_checkpointing=True, random_state=3407, use_rslora=False,
 )
 trainer = SFTTrainer(
@@ -95,6 +95,14 @@ def keys(lines: Any) -> set[str]:
     return {line.key for line in lines}
 
 
+def test_adapters_have_the_defaults_of_trl_s_model_config(tmp_path: Path) -> None:
+    file = "model_name_or_path: gpt2\ndataset_text_field: text\nuse_peft: true\n"
+    assert read(tmp_path, "a.yaml", file).settings["recipe"].startswith("lora(r=16, dropout=0.05, alpha=32) ")
+    some = read(tmp_path, "b.yaml", f"{file}lora_r: 4\nlora_alpha: 2.5\n").settings["recipe"]
+    assert some.startswith("lora(r=4, dropout=0.05, alpha=2.5) ")
+    assert "lora" not in read(tmp_path, "c.yaml", file.replace("true", "false")).settings["recipe"]
+
+
 def test_an_sft_script_has_the_defaults_of_sft(tmp_path: Path) -> None:
     reading = read(tmp_path, "sft.py", SFT)
     assert reading.settings == {
@@ -103,7 +111,7 @@ def test_an_sft_script_has_the_defaults_of_sft(tmp_path: Path) -> None:
         "recipe": "lora(r=16, targets=all-linear) + bf16 + chunked_loss + every_layer + adamw_fused",
     }  # fmt: skip
     assert not reading.refused
-    assert "packing" in keys(reading.ignored)
+    assert "packing" in keys(reading.differs)
     plain = read(tmp_path, "off.py", "SFTConfig(fp16=True, gradient_checkpointing=False)")
     assert plain.settings["recipe"] == "fp16 + chunked_loss + adamw_fused"
 

@@ -135,8 +135,12 @@ def test_an_axolotl_file(tmp_path: Path) -> None:
     assert "flash_attention" in keys(reading.took)
     assert "embeddings_dtype" not in keys(reading.differs), "beside adapters they are 16 bits again"
     whole = read(tmp_path, "full.yml", AXOLOTL.replace("adapter: lora", ""))
+    for alpha, shown in ("32.0", "32"), ("0.5", "0.5"):
+        text = AXOLOTL.replace("lora_alpha: 32", f"lora_alpha: {alpha}")
+        assert f"alpha={shown})" in read(tmp_path, "f.yml", text).settings["recipe"]
     assert "embeddings_dtype" in keys(whole.differs)
-    assert {"sample_packing", "special_tokens.pad_token"} <= keys(reading.ignored)
+    assert "special_tokens.pad_token" in keys(reading.ignored)
+    assert "sample_packing" in keys(reading.differs)
 
 
 def test_a_deepspeed_file(tmp_path: Path) -> None:
@@ -224,6 +228,7 @@ def test_what_changes_memory_or_maths_is_refused_by_name(
         ("acc.yaml", "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: TVM}",
          "dynamo_config.dynamo_backend"),
         ("q.yml", "base_model: gpt2\nload_in_8bit: true", "load_in_8bit"),
+        ("q.yml", "base_model: gpt2\nadapter: lora\nlora_alpha: 0", "lora_alpha"),
         ("q.yml", "base_model: gpt2\ngradient_checkpointing: offload_disk", "gradient_checkpointing"),
         ("q.yml", "base_model: gpt2\nplugins: [axolotl.integrations.kd.KDPlugin]", "plugins[]"),
         ("t.py", "m = AutoModelForCausalLM.from_pretrained('gpt2', load_in_4bit=True)\n"

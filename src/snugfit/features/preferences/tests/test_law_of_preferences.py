@@ -91,14 +91,10 @@ def rise_in(trace: Trace, *phases: str) -> int:
     return max(levels) - levels[0]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("task", "recipe"), slow_but([("dpo", "lora + every_layer"), ("kto", "plain")], 0))
-=======
 @pytest.mark.parametrize(
     ("task", "recipe"),
-    slow_but([("dpo", "lora + every_layer"), ("kto", "plain"), ("distill", "lora")], 1),
+    slow_but([("dpo", "lora + every_layer"), ("kto", "plain"), ("distill", "lora")], 0),
 )
->>>>>>> h/tasks
 def test_a_deep_model_is_predicted_from_few_layers(
     task: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
