@@ -39,6 +39,14 @@ class Generation(AddedPhase):
 
         return GenerationSettings.complete(job, given)
 
+    def default_length(self, model: Any, task: str, given: Mapping[str, Any]) -> int | None:
+        """Return the longest prompt, in tokens, that a model supports with its new tokens, if the default
+        prompt is longer; otherwise None.
+        """
+        from snugfit.features.inference.settings import default_prompt
+
+        return default_prompt(model, task, given)
+
     def arguments(self, job: Any) -> list[str]:
         """Return options for the settings of a generation that are not the default; `--sample` has no
         value.
