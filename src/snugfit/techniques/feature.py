@@ -121,6 +121,9 @@ class Feature:
     def read_mesh(self, recipe: Any, text: str) -> Any:
         """Return the recipe with the parallel techniques of the option `--mesh`, and the number of GPUs."""
 
+    def predict_by_formula(self, request: Any) -> Any | None:
+        """Return the answer of `snugfit predict` for a recipe that is not simulated; None for others."""
+
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
         """Write a command's result, such as a plan, into the files that the command's options name."""
 

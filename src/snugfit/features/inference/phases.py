@@ -19,7 +19,7 @@ class Generation(AddedPhase):
     words: ClassVar[PhaseWords] = PhaseWords("generate with", "call", "calls", "sequences", "tokens")
     note: ClassVar[str] = (
         "Medians of three H200 hosts: prefill 6 to 9 % off, decoding 11 to 20 %. "
-        "Loading seconds were not measured."
+        "Loading seconds are a formula."
     )
     setting_types: ClassVar[Mapping[str, type]] = {
         "new_tokens": int, "beams": int, "cache": str, "sample": bool, "top_k": int, "top_p": float,

@@ -152,8 +152,8 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
     short = capsys.readouterr().out
     assert "a token" in short
     assert "prefill 6 to 9 % off" in " ".join(short.split())
-    assert "/ disk rate" in short
-    assert "not measured" in " ".join(short.split())
+    assert "from disk" in short
+    assert "Loading seconds are a formula" in " ".join(short.split())
     assert len(short.splitlines()) <= 15
     assert run([*typed, "--details"]) == 0
     assert "key-value cache" in capsys.readouterr().out
