@@ -152,8 +152,6 @@ class Feature:
         """Return `Rows` as `IndexedSamples`, or None for other tasks. `options` are `pack`, `label_names`."""
         return None
 
-    # ---- running a step ----
-
     def handlers(self) -> Sequence[Any]:
         """Return a `Handler` (`step/wishes/handler.py`) for each field that the feature adds to `Setup`."""
         return ()
@@ -179,8 +177,6 @@ class Feature:
 
     def trackers(self) -> Any:
         """Return the module that passes a run's metrics to trackers (`report_to`)."""
-
-    # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return the period, in layers, of these settings: 2 if every second layer is recomputed."""

@@ -118,7 +118,7 @@ def watch_session(engine: str, loop: Any) -> None:
 
 def _is_predicted(loop: Any) -> bool:
     """Return True for the device and dtype to which the models of sessions were fitted."""
-    return loop.device.type == "cpu" and loop.setup.created_dtype(loop.job) == "float32"
+    return bool(loop.device.type == "cpu" and loop.setup.created_dtype(loop.job) == "float32")
 
 
 def occupied_bytes(device: torch.device, *, peak: bool = False) -> int:
