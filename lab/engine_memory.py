@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ import torch
 import transformers.exporters.auto  # noqa: F401  (imports in the measured process would count)
 
 from snugfit.features.engines import export, session
-from snugfit.features.engines.session_memory import ENGINES, SessionParts, occupied_bytes, session_parts
+from snugfit.features.engines.session_memory import (
+    ENGINES,
+    SessionModel,
+    SessionParts,
+    occupied_bytes,
+    session_parts,
+)
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.step.open_step import open_step
@@ -56,6 +63,9 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["wide bert"] = MODELS["bert"] | {
     "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072,
 }  # fmt: skip
+MODELS["wide llama"] = MODELS["llama"] | {
+    "hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 2048,
+}  # fmt: skip
 GENERATES = {"phase": "generate", "phase_settings": {"new_tokens": 16}}
 
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -69,11 +79,21 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "llama 2 x 640": ("llama", 2, 640, {}),
     "gpt2 4 x 256": ("gpt2", 4, 256, {}),
     "gpt2 8 x 200 + 16": ("gpt2", 8, 200, GENERATES),
+    "gpt2 1 x 16 + 16": ("gpt2", 1, 16, GENERATES),
+    "llama 8 x 512 + 16": ("llama", 8, 512, GENERATES),
+    "llama 2 x 640 + 16": ("llama", 2, 640, GENERATES),
+    "wide llama 4 x 256 + 16": ("wide llama", 4, 256, GENERATES),
 }
 """Model, batch size, sequence length and phase, by name."""
 
-FITTED = ("bert 1 x 16", "bert 8 x 128", "bert 4 x 512", "llama 4 x 256", "wide bert 4 x 256")
+FITTED = (
+    "bert 1 x 16", "bert 8 x 128", "bert 4 x 512", "llama 4 x 256", "wide bert 4 x 256",
+    "llama 4 x 256 + 16", "gpt2 8 x 200 + 16", "gpt2 1 x 16 + 16", "llama 8 x 512 + 16",
+)  # fmt: skip
 """Cases whose rows the constants are fitted to. The others test them."""
+
+COLUMNS = {"evaluate": ("weights", "activations", "outputs"), "generate": ("weights", "activations")}
+"""Bytes with a fitted factor, by phase. A generation has the constant part of an evaluation."""
 
 
 def job_of(name: str) -> Job:
@@ -135,34 +155,45 @@ def fit(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         for key in ("parts", "predicted_bytes", "error"):
             row.pop(key, None)
-    for engine, constants in ENGINES.items():
-        own = [row for row in rows if row["engine"] == engine and "session_bytes" in row]
-        own = [row for row in own if CASES[row["name"]][3] != GENERATES]
-        for row in own:
-            row["parts"] = parts_of(row["name"], engine)._asdict()
-            row["predicted_bytes"] = constants.session_bytes(SessionParts(**row["parts"]))
-            row["error"] = row["predicted_bytes"] / row["session_bytes"] - 1
-        fitted = [row for row in own if row["name"] in FITTED]
-        if len(fitted) > 2:
-            keys = ("weights", "activations", "outputs")
-            matrix = torch.tensor(
-                [[1e6, *(row["parts"][key] for key in keys)] for row in fitted], dtype=torch.float64
-            )
-            real = torch.tensor([row["session_bytes"] for row in fitted], dtype=torch.float64)
-            # Relative errors are minimized.
-            print(engine, torch.linalg.lstsq(matrix / real[:, None], torch.ones_like(real)).solution.tolist())
-        for row in own:
-            kind = "fit " if row["name"] in FITTED else "test"
-            sizes = " ".join(f"{key} {row['parts'][key] / 1e6:.1f}" for key in row["parts"])
-            print(
-                f"{kind} {engine} {row['name']}: {row['session_bytes'] / 1e6:.1f} MB, predicted "
-                f"{row['predicted_bytes'] / 1e6:.1f} ({row['error']:+.1%}); {sizes}"
-            )
-        errors = [abs(row["error"]) for row in own if row["name"] not in FITTED]
+    for engine, models in ENGINES.items():
+        for phase, constants in models.items():
+            own = [
+                row
+                for row in rows
+                if row["engine"] == engine
+                and "session_bytes" in row
+                and (CASES[row["name"]][3] == GENERATES) is (phase == "generate")
+            ]
+            fit_phase(f"{engine}, {phase}", constants, COLUMNS[phase], own)
+
+
+def fit_phase(name: str, constants: SessionModel, keys: Sequence[str], own: list[dict[str, Any]]) -> None:
+    engine = name.partition(",")[0]
+    for row in own:
+        row["parts"] = parts_of(row["name"], engine)._asdict()
+        row["predicted_bytes"] = constants.session_bytes(SessionParts(**row["parts"]))
+        row["error"] = row["predicted_bytes"] / row["session_bytes"] - 1
+    fitted = [row for row in own if row["name"] in FITTED]
+    free_base = [1e6] if "outputs" in keys else []
+    if len(fitted) > len(keys):
+        matrix = torch.tensor(
+            [[*free_base, *(row["parts"][key] for key in keys)] for row in fitted], dtype=torch.float64
+        )
+        real = torch.tensor([row["session_bytes"] for row in fitted], dtype=torch.float64)
+        rest = real if free_base else real - constants.base
+        # Relative errors are minimized.
+        print(name, torch.linalg.lstsq(matrix / real[:, None], rest / real).solution.tolist())
+    for row in own:
+        kind = "fit " if row["name"] in FITTED else "test"
+        sizes = " ".join(f"{key} {row['parts'][key] / 1e6:.1f}" for key in row["parts"])
+        print(
+            f"{kind} {engine} {row['name']}: {row['session_bytes'] / 1e6:.1f} MB, predicted "
+            f"{row['predicted_bytes'] / 1e6:.1f} ({row['error']:+.1%}); {sizes}"
+        )
+    for kind in ("tested", "all"):
+        errors = [abs(row["error"]) for row in own if kind == "all" or row["name"] not in FITTED]
         if errors:
-            print(
-                f"{engine}: median {statistics.median(errors):.1%}, largest {max(errors):.1%} of tested rows"
-            )
+            print(f"{name}: median {statistics.median(errors):.1%}, largest {max(errors):.1%} of {kind} rows")
 
 
 def main() -> None:

@@ -43,13 +43,14 @@ REFERENCE = {
     ),
     "predict": (
         "Predict and plan",
-        "predict rehearse predict_serving compare plan plan_gpus plan_several_gpus plan_lengths ways_out "
-        "SnugfitError",
+        "predict rehearse predict_serving predict_session compare plan plan_gpus plan_several_gpus "
+        "plan_lengths ways_out SnugfitError",
     ),
     "train": ("Train and measure", "train fit accelerate HandRun Trained measure watch SnugfitCallback"),
     "results": (
         "Results",
-        "Prediction Footprint Timing Comparison Plan GpuPlans LengthPlan Measurement ServingAnswer",
+        "Prediction Footprint Timing Comparison Plan GpuPlans LengthPlan Measurement ServingAnswer "
+        "SessionPrediction",
     ),
 }  # fmt: skip
 """Pages of the reference: the title, and the public names in order."""

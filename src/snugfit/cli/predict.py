@@ -78,6 +78,9 @@ def predict(
     """Predict the memory of a training step, without a GPU."""
     _check_options(request, compare, largest, operators=operators)
     request = request.with_least(fresh=fresh)
+    for formula in hooks("predict_by_formula"):
+        if (answer := formula(request)) is not None:
+            return _show_formula(answer, quiet=quiet, as_json=as_json)
     predictions = (
         [_largest(request, largest, quiet=as_json or quiet, fresh=fresh)]
         if largest
@@ -92,6 +95,16 @@ def predict(
     _print(predictions, operators=operators, details=details, quiet=quiet, as_json=as_json)
     given.hand_over(request.flags, predictions[0] if len(predictions) == 1 else _side_by_side(predictions))
     return NothingFits.exit_code if all(one.fits is False for one in predictions) else 0
+
+
+def _show_formula(answer: Any, *, quiet: bool, as_json: bool) -> int:
+    """Print the answer of a feature, and return the command's exit code."""
+    from snugfit.report.show import render
+    from snugfit.report.text.page import print_as
+
+    document = answer.to_json() if as_json else {}
+    print_as("json" if as_json else "terminal", document, render(answer), quiet=quiet)
+    return NothingFits.exit_code if answer.fits is False else 0
 
 
 def _check_options(

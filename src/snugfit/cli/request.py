@@ -318,9 +318,26 @@ def _job(settings: Mapping[str, Any], *, online: bool) -> Job:
     given["phase_settings"] = {key: settings[key] for key in setting_keys() if key in settings}
     if "task" not in given:
         given["task"] = _task(model)
+    given |= _default_length(given)
     job = Job(**given)
     _refuse_unused(settings, job)
     return job
+
+
+def _default_length(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sequence length of a job's phase for a model with few positions, and print it on stderr.
+    Empty if the user's settings have a length, or the default of `Job` applies.
+    """
+    from snugfit.job.phases import added_phases
+
+    phase = added_phases().get(str(given.get("phase")))
+    if phase is None or "sequence_length" in given:
+        return {}
+    length = phase.default_length(given["model"], str(given["task"]), given["phase_settings"])
+    if length is None:
+        return {}
+    typer.echo(f"sequence length: {length}, since the model has few positions", err=True)
+    return {"sequence_length": length}
 
 
 def _rows(model: Model, text: str) -> int:

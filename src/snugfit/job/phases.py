@@ -72,6 +72,12 @@ class AddedPhase:
         """Return the complete settings of a job in this phase. Raises `JobError` for unusable ones."""
         return given
 
+    def default_length(self, model: Any, task: str, given: Mapping[str, Any]) -> int | None:
+        """Return the number of tokens of an input sequence for a command that names none; None for that of
+        `Job`.
+        """
+        return None
+
     def arguments(self, job: Any) -> list[str]:
         """Return arguments of a command for the job's settings that are not the default."""
         return []

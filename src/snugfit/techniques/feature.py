@@ -121,6 +121,9 @@ class Feature:
     def read_mesh(self, recipe: Any, text: str) -> Any:
         """Return the recipe with the parallel techniques of the option `--mesh`, and the number of GPUs."""
 
+    def predict_by_formula(self, request: Any) -> Any | None:
+        """Return the answer of `snugfit predict` for a recipe that is not simulated; None for others."""
+
     def take_answer(self, flags: Mapping[str, Any], answer: Any) -> None:
         """Write a command's result, such as a plan, into the files that the command's options name."""
 
@@ -149,8 +152,6 @@ class Feature:
         """Return `Rows` as `IndexedSamples`, or None for other tasks. `options` are `pack`, `label_names`."""
         return None
 
-    # ---- running a step ----
-
     def handlers(self) -> Sequence[Any]:
         """Return a `Handler` (`step/wishes/handler.py`) for each field that the feature adds to `Setup`."""
         return ()
@@ -176,8 +177,6 @@ class Feature:
 
     def trackers(self) -> Any:
         """Return the module that passes a run's metrics to trackers (`report_to`)."""
-
-    # ---- simulating, predicting and searching ----
 
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return the period, in layers, of these settings: 2 if every second layer is recomputed."""

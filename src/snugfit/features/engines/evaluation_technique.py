@@ -59,6 +59,8 @@ class EvaluationTechnique(Technique):
 class ExportTechnique(EvaluationTechnique):
     """Exports the model to a file, and runs it in another library."""
 
+    unplanned: ClassVar = "not predicted on a GPU"
+
     def install(self, setup: Setup) -> Setup:
         """Return the setup with the library that runs the exported model."""
         return setup.with_fields(**{RUNTIME.name: self.name})

@@ -25,6 +25,10 @@ NOT_SIMULATED = {
 """Reason why a technique's memory cannot be predicted, as a predicate of a sentence, by technique."""
 
 
+CPU_FORMULA = "snugfit predict without --gpu, or snugfit.predict_session"
+"""Command and function that predict the memory of a session."""
+
+
 class _EvaluationHandler(Handler):
     """Base class of handlers whose field applies to evaluation only, and can be measured but not
     simulated.
@@ -39,9 +43,10 @@ class _EvaluationHandler(Handler):
 
         word = value if isinstance(value, str) else "fastpath"
         device = " --device cpu" if word == "openvino" else ""
+        formula = f" For its memory on the CPU: {CPU_FORMULA}." if isinstance(value, str) else ""
         raise UsageError(
-            f"{word} {NOT_SIMULATED[word]}, so it has no prediction. To measure it: snugfit measure "
-            f"{job_words(job)} --recipe {word}{device}."
+            f"{word} {NOT_SIMULATED[word]}, so it is not simulated. To measure it: snugfit measure "
+            f"{job_words(job)} --recipe {word}{device}.{formula}"
         )
 
 

@@ -11,7 +11,7 @@ key-value cache is an input and an output of each call.
 On a GPU, the package onnxruntime-gpu replaces onnxruntime. The keys and values stay on the device between
 calls, and products in fp32 do not use TF32.
 
-torch does not allocate the session's memory, so it is not predicted. `snugfit measure` measures it.
+torch does not allocate the session's memory. On the CPU, `snugfit predict` has a formula of it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,10 @@ class SessionModel(NamedTuple):
     outputs: float
     attention: str
     """Attention of the simulated call: `eager` stores the scores, and `sdpa` does not."""
+    largest_error: float
+    """Largest relative error in all measured sessions."""
+    sessions: int
+    """Number of measured sessions. The constants are fitted to five evaluations, or four generations."""
 
     def session_bytes(self, parts: SessionParts) -> int:
         """Return the predicted growth of the resident memory of a process by this session, in bytes."""
@@ -44,19 +49,28 @@ class SessionModel(NamedTuple):
         )
 
 
-ENGINES = {
-    # Its arena keeps the blocks of the first call. From the second call on, all activations of a size that
-    # was seen are in a further block, which is planned (`enable_mem_pattern`). Outputs are not in it.
-    "onnxruntime": SessionModel(47_000_000, 1.0, 3.2, -0.8, "eager"),
-    # The CPU plugin repacks weights, and the mapped file stays resident. Outputs are copied to torch.
-    "openvino": SessionModel(50_000_000, 2.0, 0.5, 2.0, "sdpa"),
+ENGINES: Mapping[str, Mapping[str, SessionModel]] = {
+    "onnxruntime": {
+        # Its arena keeps the blocks of the first call. From the second call on, all activations of a size
+        # that was seen are in a further, planned block (`enable_mem_pattern`). Outputs are not in it.
+        "evaluate": SessionModel(47_000_000, 1.0, 3.2, -0.8, "eager", 0.16, 8),
+        "generate": SessionModel(47_000_000, 1.34, 2.43, 0.0, "eager", 0.18, 6),
+    },
+    "openvino": {
+        # The CPU plugin repacks weights, and the mapped file stays resident. Outputs are copied to torch.
+        "evaluate": SessionModel(50_000_000, 2.0, 0.5, 2.0, "sdpa", 0.15, 8),
+        # Weights are packed for prompts and for single tokens.
+        "generate": SessionModel(50_000_000, 2.77, 3.07, 0.0, "sdpa", 0.23, 6),
+    },
 }
-"""Models of sessions on the CPU, by engine. `python lab/engine_memory.py` measures and fits them, in fp32.
-
-They are for evaluations. In generation, OpenVINO packs weights for prompts and for single tokens, and took
-1.6 to 1.9 times the sum; ONNX Runtime took 0.8 to 1.0 times. The rows are in
-`results/cpu-2026-11-30/engine-memory.json`.
+"""Models of sessions on the CPU, by engine and phase. `python lab/engine_memory.py` measures and fits them in
+fp32. The rows are in `results/cpu-2026-11-30/engine-memory.json`.
 """
+
+
+def session_model(job: Job, engine: str) -> SessionModel:
+    """Return the formula of an engine's session for this job."""
+    return ENGINES[engine]["evaluate" if job.added_phase is None else "generate"]
 
 
 def session_parts(job: Job, setup: Setup, engine: str) -> SessionParts:
@@ -64,7 +78,9 @@ def session_parts(job: Job, setup: Setup, engine: str) -> SessionParts:
     from snugfit.rehearsal.device.policy import CpuPolicy
     from snugfit.rehearsal.rehearse import rehearse
 
-    eager = setup.with_fields(**{RUNTIME.name: RUNTIME.default}, attention=ENGINES[engine].attention)
+    eager = setup.with_fields(
+        **{RUNTIME.name: RUNTIME.default}, attention=session_model(job, engine).attention
+    )
     trace = rehearse(job, eager, CpuPolicy())
     live = peak = weights = outputs = 0
     for event in trace.events:
@@ -94,16 +110,15 @@ def watch_session(engine: str, loop: Any) -> None:
         loop.results.setdefault("session_bytes", occupied_bytes(loop.device, peak=True) - before)
         if "predicted_session_bytes" not in loop.results and _is_predicted(loop):
             parts = session_parts(loop.job, loop.setup, engine)
-            loop.results["predicted_session_bytes"] = ENGINES[engine].session_bytes(parts)
+            loop.results["predicted_session_bytes"] = session_model(loop.job, engine).session_bytes(parts)
         return outputs()
 
     loop.outputs = outputs_and_bytes
 
 
 def _is_predicted(loop: Any) -> bool:
-    """Return True for the device, dtype and phase to which the models of sessions were fitted."""
-    is_fp32 = loop.setup.created_dtype(loop.job) == "float32"
-    return loop.device.type == "cpu" and is_fp32 and loop.job.added_phase is None
+    """Return True for the device and dtype to which the models of sessions were fitted."""
+    return bool(loop.device.type == "cpu" and loop.setup.created_dtype(loop.job) == "float32")
 
 
 def occupied_bytes(device: torch.device, *, peak: bool = False) -> int:

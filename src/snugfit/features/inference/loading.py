@@ -2,7 +2,8 @@
 
 The tensors come from the model class on `meta`. The order and the copies are those of `core_model_loading.py`
 and `modeling_utils.py` (transformers 5.17 to 5.23). On the CPU, real loads have the predicted peaks
-(`tests/test_loading.py`). They were not measured on a GPU, in particular not the warm-up of the allocator.
+(`tests/test_loading.py`). Seconds on a CPU are 3 to 6 % above those of loads from the page cache, and 8 to
+23 % below those of loads from the disk (`lab/loading_seconds.py`). No GPU has measured the warm-up.
 """
 
 from __future__ import annotations
@@ -39,12 +40,20 @@ tensor.
 Source: `quantize_4bit` and `get_4bit_type` in `functional.py` (bitsandbytes 0.50).
 """
 
+DISK_RATE = 2e9
+"""Assumed bytes per second that a disk reads (chosen). An NVMe disk of PCIe gen3 reads about 3e9 by its data
+sheet, and disks of rented machines 0.2e9 to 2e9.
+"""
+
 ASSUMPTIONS = (
     "from_pretrained loads safetensors to one GPU, with device_map 'cuda', or 'auto' if the model fits.",
     "transformers first reserves a block of the model's bytes on the GPU. No GPU has measured this warm-up.",
     "Threads read the tensors in order. Those that read ahead of the joined experts may reserve more.",
     "The host maps the files. Under pressure the system drops their pages, and the host needs less.",
-    "Copies run at the data sheet's rate of the link. The rate of the disk is unknown.",
+    "Seconds are a formula: bytes of the files by the disk's rate, or copied bytes by the link's if longer.",
+    "The disk reads 2 GB/s (assumed). The files of a second load are in the page cache, and read no disk.",
+    "Mapped files are pageable memory, which one H200's host copied at 11 GB/s. A slower link limits them.",
+    "Imports, Python's time for each tensor, and the kernels that quantize are not in the seconds.",
     "bitsandbytes quantizes with its default settings, without nested scales.",
 )
 """Assumptions behind all predicted figures for loading."""
@@ -105,8 +114,12 @@ class LoadingResult:
     copied_bytes: int
     """Bytes copied between host and device, both directions together."""
     copy_seconds: float | None = None
-    """`copied_bytes` divided by the host link's rate in the data sheet, a lower bound in seconds; None
+    """Seconds of a load from the page cache: `copied_bytes` by the rate of copies from mapped files. None
     without a GPU.
+    """
+    disk_seconds: float = 0.0
+    """Seconds of a first load: `read_bytes` by the assumed rate of the disk, or the copies, if they take
+    longer. Threads copy while others read.
     """
 
 
@@ -131,10 +144,10 @@ def loading_results(prediction: Prediction) -> tuple[LoadingResult, ...]:
 def loading_line(results: Sequence[LoadingResult]) -> str:
     """Return a line for a report on loading a checkpoint: its peak memory and its seconds."""
     first, *quantized = results
-    copies = "copies" if first.copy_seconds is None else show_seconds(first.copy_seconds)
+    cached = "" if first.copy_seconds is None else f", {show_seconds(first.copy_seconds)} if cached"
     text = (
-        f"{show_gib(first.reserved_bytes)}, host {show_gib(first.host_bytes)}, "
-        f"{show_gib(first.read_bytes)} / disk rate + {copies}"
+        f"{show_gib(first.reserved_bytes)}, host {show_gib(first.host_bytes)}, by a formula "
+        f"{show_seconds(first.disk_seconds)} from disk{cached}"
     )
     more = ", ".join(f"{result.weights} {show_gib(result.reserved_bytes)}" for result in quantized)
     return f"{text}; {more}" if more else text
@@ -302,6 +315,7 @@ def warm_up_bytes(tensors: Sequence[CheckpointTensor], bits: int, gpu: Gpu | Non
 
 
 def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, bits: int) -> LoadingResult:
+    from snugfit.prediction.kernel_seconds import PAGEABLE
     from snugfit.prediction.rates import host_link_bandwidth
 
     after = replay_loading(tensors, buffers, bits=bits, warm_up=warm_up_bytes(tensors, bits, gpu))
@@ -312,6 +326,7 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
         # transformers copies each weight back to the host, and bitsandbytes copies it to the device again in
         # fp16.
         copied += sum(tensor.nbytes + 2 * tensor.elements for tensor in tensors if tensor.is_linear)
+    copying = 0.0 if gpu is None else copied / min(PAGEABLE, host_link_bandwidth(gpu))
     return LoadingResult(
         weights=f"{bits} bits" if bits else "as saved",
         allocated_bytes=after.allocated_peak,
@@ -320,7 +335,8 @@ def _result(tensors: Sequence[CheckpointTensor], buffers: int, gpu: Gpu | None, 
         host_copy_bytes=copies,
         read_bytes=read,
         copied_bytes=copied,
-        copy_seconds=None if gpu is None else copied / host_link_bandwidth(gpu),
+        copy_seconds=None if gpu is None else copying,
+        disk_seconds=max(read / DISK_RATE, copying),
     )
 
 

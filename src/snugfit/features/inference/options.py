@@ -19,7 +19,11 @@ def _option(name: str, kind: Any, sentence: str, *flags: str) -> inspect.Paramet
 
 
 OPTIONS = (
-    _option("prompt", int | None, "tokens of each prompt; the same as --sequence-length. [512]"),
+    _option(
+        "prompt",
+        int | None,
+        "tokens of each prompt; the same as --sequence-length. [512 or the longest]",
+    ),
     _option(
         "new_tokens", int | None, "tokens that each sequence gets. [128]", "--new-tokens", "--max-new-tokens"
     ),

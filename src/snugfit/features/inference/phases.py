@@ -19,7 +19,7 @@ class Generation(AddedPhase):
     words: ClassVar[PhaseWords] = PhaseWords("generate with", "call", "calls", "sequences", "tokens")
     note: ClassVar[str] = (
         "Medians of three H200 hosts: prefill 6 to 9 % off, decoding 11 to 20 %. "
-        "Loading seconds were not measured."
+        "Loading seconds are a formula."
     )
     setting_types: ClassVar[Mapping[str, type]] = {
         "new_tokens": int, "beams": int, "cache": str, "sample": bool, "top_k": int, "top_p": float,
@@ -38,6 +38,14 @@ class Generation(AddedPhase):
         from snugfit.features.inference.settings import GenerationSettings
 
         return GenerationSettings.complete(job, given)
+
+    def default_length(self, model: Any, task: str, given: Mapping[str, Any]) -> int | None:
+        """Return the longest prompt, in tokens, that a model supports with its new tokens, if the default
+        prompt is longer; otherwise None.
+        """
+        from snugfit.features.inference.settings import default_prompt
+
+        return default_prompt(model, task, given)
 
     def arguments(self, job: Any) -> list[str]:
         """Return options for the settings of a generation that are not the default; `--sample` has no

@@ -12,6 +12,7 @@ from snugfit.job.limits import input_limit, target_limit
 
 if TYPE_CHECKING:
     from snugfit.job.job import Job
+    from snugfit.job.model import Model
     from snugfit.techniques.setup import Setup
 
 CACHES = ("dynamic", "static", "quantized", "offloaded", "offloaded_static")
@@ -152,6 +153,20 @@ class GenerationSettings:
             cache_implementation=None if self.cache == "dynamic" else self.cache,
             **further,
         )
+
+
+def default_prompt(model: Model, task: str, given: Mapping[str, Any]) -> int | None:
+    """Return the longest prompt, in tokens, that a decoder's positions leave beside the new tokens, if it is
+    shorter than the default of `Job`. Otherwise return None.
+    """
+    from snugfit.job.job import Job
+
+    new_tokens, limit = given.get("new_tokens", GenerationSettings.new_tokens), input_limit(model.config)
+    if limit is None or not isinstance(new_tokens, int):
+        return None
+    # As in `_refuse`, the last generated token is never an input.
+    longest = max(1, limit[1] - (new_tokens - 1 if task == "causal-lm" else 0))
+    return longest if longest < Job.sequence_length else None
 
 
 def _lack_of_quantized(job: Job) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from snugfit.features.inference.loading import ASSUMPTIONS, LoadingResult, loading_line, loading_results
 from snugfit.features.inference.settings import GenerationSettings
 from snugfit.features.inference.step import DECODE, PREFILL
+from snugfit.job.inputs import has_sequence
 from snugfit.prediction.rates import rates_for
 from snugfit.results.footprint import Kind
 from snugfit.results.step_seconds import LINK
@@ -38,7 +39,8 @@ class PassSeconds:
     seconds: float
     """Seconds of the phase, from the end of the one before."""
     tokens_per_second: float
-    """Tokens per second of all sequences: prompt tokens in `prefill`, new tokens in `decode`."""
+    """Tokens per second of all sequences: prompt tokens in `prefill` (0 for sounds), new tokens in `decode`.
+    """
     bound: str
     """Resource that limits the phase: `host`, `link`, `memory bandwidth` or `arithmetic`."""
 
@@ -114,10 +116,11 @@ class GenerationResult:
                 if pass_seconds.phase == DECODE and self.seconds_per_token
                 else ""
             )
-            rate = f"{pass_seconds.tokens_per_second:,.0f} tokens/s"
+            rate = (
+                f", {pass_seconds.tokens_per_second:,.0f} tokens/s" if pass_seconds.tokens_per_second else ""
+            )
             lines[pass_seconds.phase] = (
-                f"about {show_seconds(pass_seconds.seconds)}{per_token}, {rate}, bound by "
-                f"{pass_seconds.bound}"
+                f"about {show_seconds(pass_seconds.seconds)}{per_token}{rate}, bound by {pass_seconds.bound}"
             )
         if self.loading:
             lines["loading"] = loading_line(self.loading)
@@ -135,7 +138,8 @@ def _passes(prediction: Prediction) -> Sequence[PassSeconds]:
     }
     decoded = GenerationSettings.of(job).new_tokens - 1
     rows = job.batch_size
-    rows_by_phase = [(PREFILL, ends[PREFILL], rows * job.sequence_length)]
+    prompt = job.sequence_length if has_sequence(job.task) else 0
+    rows_by_phase = [(PREFILL, ends[PREFILL], rows * prompt)]
     if decoded:
         rows_by_phase.append((DECODE, timing.step_seconds - ends[PREFILL], rows * decoded))
     return tuple(

@@ -59,7 +59,7 @@ def render(plan: Plan, *, configuration: Configuration | None = None) -> Page:
         [Facts(tuple(_numbers(plan)))],
         [] if plan.fits else ways_out(plan),
         [Facts(gains)] if (gains := tuple(_gains(plan))) else [],
-        [Facts(rows)] if (rows := tuple(_alternatives(plan))) else [],
+        [Facts(rows)] if (rows := (*_alternatives(plan), *_engines_left_out(plan))) else [],
         (Sentence(step, "command") for step in _commands(next_steps(plan, configuration))),
         _uncertain(plan, configuration),
     )
@@ -175,6 +175,17 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, str]]:
     for number, choice in enumerate(candidate for candidate in shown if candidate != plan.best_or_nearest):
         figures = f"{show_gib(choice.needed_bytes)}, {roughly(choice.step_seconds)} a {plan.job.words.turn}"
         yield "" if number else "alternative", f"{figures}{_mark(plan, choice)}: {choice.recipe}"
+
+
+def _engines_left_out(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield a labelled line on the engines that a plan of inference left out, with the reasons."""
+    engines = {technique.name for technique in roster.techniques() if technique.slot is Slot.ENGINE}
+    names_by_reason: dict[str, list[str]] = {}
+    for refusal in plan.refused:
+        if not (plan.job.trains or refusal.recipes) and engines.issuperset(refusal.what.split(", ")):
+            names_by_reason.setdefault(refusal.why.rstrip("."), []).append(refusal.what)
+    if names_by_reason:
+        yield "left out", "; ".join(f"{', '.join(names)} ({why})" for why, names in names_by_reason.items())
 
 
 def _mark(plan: Plan, choice: Choice) -> str:

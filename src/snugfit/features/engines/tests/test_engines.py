@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine_memory
 import pytest
 import torch
 
@@ -17,13 +18,19 @@ from snugfit.errors import RecipeError, UsageError
 from snugfit.features.engines import export, session, session_memory
 from snugfit.features.engines import onnxruntime as onnxruntime_room
 from snugfit.features.engines.fast_layers import use_fast_layers
+from snugfit.features.engines.feature import Engines
+from snugfit.features.engines.session_prediction import predict_session, render
 from snugfit.job.job import Job
 from snugfit.job.model import Model
 from snugfit.measurement.child import results_of
+from snugfit.report.text.terminal import as_text
 from snugfit.step.open_step import open_step
 from snugfit.step.step import Observer
 from snugfit.techniques import technique as technique_room
 from snugfit.techniques.recipe import Recipe
+from snugfit.units import GIB
+from test_reference import hold_to_schema
+from tiers import slow_but
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -97,10 +104,15 @@ MISTAKES = [
     ("measure LLAMA --recipe compiled --phase generate", "--cache static"),
     ("measure LLAMA --sequence-length 12 --recipe captured --phase evaluate", "mode=reduce-overhead"),
     (
-        "predict LLAMA --sequence-length 12 --recipe onnxruntime --phase evaluate",
-        "in a session of its own, so it has no prediction. To measure it: snugfit measure",
+        "predict LLAMA --sequence-length 12 --recipe onnxruntime --phase evaluate --gpu h200",
+        "so it is not simulated. To measure it: snugfit measure",
     ),
-    ("predict LLAMA --phase generate --recipe openvino", "--new-tokens 4 --recipe openvino --device cpu."),
+    ("predict LLAMA --phase generate --recipe openvino --gpu h200", "Leave --gpu out"),
+    ("predict LLAMA --phase generate --recipe ort --compare plain", "Leave --compare out"),
+    (
+        "predict LLAMA --sequence-length 12 --recipe ort --phase evaluate --dtype bfloat16",
+        "is fitted to float32, and the weights are bfloat16",
+    ),
     (
         "predict LLAMA --sequence-length 12 --recipe fastpath --phase evaluate",
         "temporary memory is not simulated",
@@ -195,6 +207,57 @@ def test_a_model_without_such_layers_is_refused() -> None:
         results(small_job("llama"), "fastpath")
 
 
+# ---- predicted sessions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", slow_but([{}, GENERATES], 1), ids=["evaluate", "generate"])
+def test_the_memory_of_a_session_is_a_formula(changes: dict[str, Any]) -> None:
+    predictions = {
+        word: predict_session(small_job("llama", **changes), word, memory_bytes=GIB)
+        for word in ("onnxruntime", "openvino", "tensorrt")
+        if not (changes and word == "tensorrt")
+    }
+    for word, prediction in predictions.items():
+        parts = prediction.library_bytes + prediction.weights_bytes + prediction.activations_bytes
+        assert parts == prediction.session_bytes
+        assert prediction.fits
+        assert not replace(prediction, memory_bytes=prediction.needed_bytes - 1).fits
+        text = " ".join(as_text(render(prediction), width=100).split())
+        assert "by a formula that was off by at most" in text
+        assert "no rate of o" in text
+        assert f"--recipe '{word}' --device cpu" in text
+    # Without TensorRT, ONNX Runtime runs the exported file. OpenVINO has a second copy of the weights.
+    own = predictions["onnxruntime"].session_bytes
+    assert predictions.get("tensorrt", predictions["onnxruntime"]).session_bytes == own
+    assert predictions["openvino"].weights_bytes > predictions["onnxruntime"].weights_bytes
+    with pytest.raises(UsageError, match="none of the engines"):
+        predict_session(small_job("llama"), "plain")
+
+
+def test_the_command_prints_a_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["llama"], "dtype": "float32"}))
+    typed = ["predict", str(tmp_path), "--sequence-length", "12", "--phase", "evaluate", "--recipe", "ort"]
+    assert run([*typed, "--memory", "500MiB", "--json"]) == 3
+    hold_to_schema(
+        Engines().documents(), [("predict --recipe ENGINE --json", json.loads(capsys.readouterr().out))]
+    )
+
+
+def test_the_stated_errors_are_those_of_the_measured_sessions() -> None:
+    file = Path(engine_memory.__file__).parents[1] / "results/cpu-2026-11-30/engine-memory.json"
+    rows = json.loads(file.read_text())["rows"]
+    for engine, models in session_memory.ENGINES.items():
+        for phase, model in models.items():
+            errors = []
+            for row in rows:
+                generates = engine_memory.CASES[row["name"]][3] == engine_memory.GENERATES
+                if row["engine"] == engine and generates is (phase == "generate"):
+                    predicted = model.session_bytes(session_memory.SessionParts(**row["parts"]))
+                    errors.append(abs(predicted / row["session_bytes"] - 1))
+            assert len(errors) == model.sessions
+            assert max(errors) == pytest.approx(model.largest_error, abs=0.006)
+
+
 # ---- exported models ---------------------------------------------------------------------------------------
 
 EXPORTS = [
@@ -225,8 +288,8 @@ def test_an_exported_model_agrees_with_eager(
     assert found["engine"].startswith(f"{engine} ")
     assert found["file_bytes"] > 0
     assert found["session_bytes"] > 0
-    base = session_memory.ENGINES[engine].base
-    assert (found.get("predicted_session_bytes", 0) > base) is ("phase" not in changes)
+    base = session_memory.ENGINES[engine][changes.get("phase", "evaluate")].base
+    assert found["predicted_session_bytes"] > base
 
 
 def test_an_empty_cache_begins_with_the_exported_shapes() -> None:

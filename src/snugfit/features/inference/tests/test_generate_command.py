@@ -13,7 +13,7 @@ from snugfit.cli.main import run
 from snugfit.errors import JobError, UsageError
 from snugfit.features.inference import speed
 from snugfit.features.inference.phases import GENERATION
-from snugfit.features.inference.settings import quantized_backend
+from snugfit.features.inference.settings import default_prompt, quantized_backend
 from snugfit.features.inference.step import DECODE, LOOP_FUNCTIONS
 from snugfit.job.gpu import find_gpu
 from snugfit.job.job import Job
@@ -44,6 +44,8 @@ MISTAKES = [
         "predict gpt2 --phase generate --prompt 1000 --new-tokens 100",
         "Try --new-tokens 25, or a shorter prompt",
     ),
+    # The default prompt is shorter for a model with few positions.
+    ("predict gpt2 --phase generate --new-tokens 1025", "a prompt of 1 with 1025 new tokens need 1025"),
     ("predict bert-large-uncased --task masked-lm --phase generate", "has the task masked-lm"),
     ("predict gpt2 --beams 3", "Try the phase generate"),
     ("predict gpt2 --phase generate --top-p 0.5", "Add --sample, or leave them out"),
@@ -150,8 +152,8 @@ def test_the_answer_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> 
     short = capsys.readouterr().out
     assert "a token" in short
     assert "prefill 6 to 9 % off" in " ".join(short.split())
-    assert "/ disk rate" in short
-    assert "not measured" in " ".join(short.split())
+    assert "from disk" in short
+    assert "Loading seconds are a formula" in " ".join(short.split())
     assert len(short.splitlines()) <= 15
     assert run([*typed, "--details"]) == 0
     assert "key-value cache" in capsys.readouterr().out
@@ -209,4 +211,10 @@ def test_the_largest_number_of_beams_fits() -> None:
 
 
 def test_the_context_is_the_length_of_the_prompt() -> None:
-    assert field_of(generating_job("gpt2"), "context")[0] == "sequence_length"
+    job = generating_job("gpt2")
+    assert field_of(job, "context")[0] == "sequence_length"
+    # 512 positions are the prompt and all new tokens but the last.
+    assert default_prompt(job.model, job.task, {}) == 512 - 127
+    assert default_prompt(job.model, job.task, {"new_tokens": 1}) is None
+    assert default_prompt(job.model, "seq2seq-lm", {}) is None
+    assert default_prompt(generating_job("llama").model, "causal-lm", {}) is None

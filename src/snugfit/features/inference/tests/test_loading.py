@@ -16,6 +16,7 @@ from transformers import core_model_loading
 
 from reported import Marks, reports_of
 from snugfit.features.inference.loading import (
+    DISK_RATE,
     CheckpointTensor,
     loading_results,
     replay_loading,
@@ -24,6 +25,7 @@ from snugfit.features.inference.loading import (
 )
 from snugfit.job.build import instantiate
 from snugfit.job.gpu import find_gpu
+from snugfit.prediction.kernel_seconds import PAGEABLE
 from snugfit.prediction.predict import predict
 from snugfit.units import GIB, MIB
 
@@ -185,7 +187,8 @@ def test_results_of_a_prediction() -> None:
     assert (whole.weights, four.weights, eight.weights) == ("as saved", "4 bits", "8 bits")
     assert whole.read_bytes == four.read_bytes == eight.read_bytes
     assert whole.copied_bytes == four.copied_bytes < eight.copied_bytes
-    assert whole.copy_seconds == pytest.approx(whole.copied_bytes / 63e9, rel=0.2)
+    assert whole.copy_seconds == pytest.approx(whole.copied_bytes / PAGEABLE)
+    assert whole.disk_seconds == pytest.approx(whole.read_bytes / DISK_RATE)
     assert loading_results(predict(job))[0].copy_seconds is None
     # The file has the model's dtype, so the host copies nothing. In 8 bits, weights are copied back to the
     # host.

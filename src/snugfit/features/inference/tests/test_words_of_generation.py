@@ -16,7 +16,7 @@ from snugfit.features.inference.step import GenerateStep
 from snugfit.features.page import headlines, pictures
 from snugfit.planning.fleet.gpu_plans import GpuPlans
 from snugfit.planning.fleet.prices import Prices
-from snugfit.planning.plan import Pace
+from snugfit.planning.plan import Exclusion, Pace
 from snugfit.report import compare, short
 from snugfit.report import measurement as measured_report
 from snugfit.report import prediction as long_report
@@ -76,6 +76,18 @@ def test_the_words_are_those_of_the_phase() -> None:
     evaluation = replace(a_plan(), job=replace(job(), phase="evaluate", phase_settings={}))
     text = " ".join(as_text(short_plan.render(evaluation), width=200).split())
     assert re.search(r"alternative [\d.]+ GiB, [\d.]+ m?s a pass", text)
+    # Techniques that only some recipes exclude, and those of other slots, are in the long report alone.
+    refused = (
+        Exclusion(what="compiled", why="it is measured."),
+        Exclusion(what="uncompiled", why="it is measured."),
+        Exclusion(what="captured", why="it has a static cache", recipes=48),
+        Exclusion(what="lora", why="nothing trains"),
+    )
+    plan = replace(a_plan(), refused=refused)
+    text = " ".join(as_text(short_plan.render(plan), width=200).split())
+    assert "left out compiled, uncompiled (it is measured) Measure it:" in text
+    trains = replace(plan, job=replace(job(), phase="train", phase_settings={}))
+    assert "left out" not in as_text(short_plan.render(trains), width=200)
     assert "A call takes about" in as_text(long_report.render(generation()), width=200)
 
 
