@@ -30,6 +30,7 @@ from snugfit.features.kernels.decoders.forms import (
     MLPForm,
 )
 from snugfit.features.kernels.decoders.same_code import same_as
+from snugfit.features.kernels.decoders.sinks import mark_whole_batches
 from snugfit.features.kernels.decoders.tiled_mlp import TOKENS, tiled_mlp
 from snugfit.features.kernels.operations.adapted import (
     AdaptedForward,
@@ -71,7 +72,17 @@ def fuse(model: torch.nn.Module) -> list[str]:
             _replace(norm, _norm, _form(norm, "RMSNorm"))
             changed[type(norm).__name__] = None
     _fuse_adapters(model)
+    _mark_whole_batches(model)
     return list(changed)
+
+
+def _mark_whole_batches(model: torch.nn.Module) -> None:
+    """Let decoders whose attention has sinks tell their layers that a batch has no padding."""
+    for module in model.modules():
+        layers = getattr(module, "layers", ())
+        marked = mark_whole_batches in module._forward_pre_hooks.values()
+        if not marked and any(hasattr(getattr(layer, "self_attn", None), SINKS) for layer in layers):
+            module.register_forward_pre_hook(mark_whole_batches, with_kwargs=True)
 
 
 def _single_norms(module: Any) -> list[Any]:
