@@ -49,11 +49,12 @@ def attend(
     # The model itself would call the eager function of its own file.
     eager = sys.modules[type(module).__module__].eager_attention_forward
     run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    has_sinks = keywords.get("s_aux") is not None and implementation == "eager"
-    if has_sinks and (out := sinks.attend(module, heads, mask, dropout, scaling, keywords)) is not None:
-        return out, None
-    keywords.pop(sinks.WITHOUT_PADDING, None)
     query, key, value = heads
+    if keywords.get("s_aux") is not None and implementation == "eager":
+        out = sinks.attend(module, heads, mask, dropout, scaling, keywords)
+        if out is not None:
+            return out, None
+    mask = sinks.mask_of(query, mask, keywords)
     out, scores = run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
     return out.reshape(*out.shape[:-2], -1), scores
 

@@ -30,12 +30,14 @@ def attend(
     """Return attention of queries (B, H, S, D) to keys and values (B, H / g, S, D), and to the sinks (H,), as
     (B, S, H * D). Return None for a call that needs the model's own code.
     """
-    sinks = keywords["s_aux"]
-    if not _takes(module, heads, mask, dropout):
+    sinks, window = keywords["s_aux"], keywords.get("sliding_window")
+    own = not module.training or dropout or getattr(module.config, "output_attentions", False)
+    if keywords.get(WITHOUT_PADDING) and not own and _is_for_flash(heads[0]):
+        return attend_causally(heads, sinks, scaling, window)
+    mask = mask_of(heads[0], mask, keywords)
+    if own or not _is_added(mask, heads):
         return None
     assert mask is not None
-    if keywords.get(WITHOUT_PADDING) and _is_for_flash(heads[0]):
-        return attend_causally(heads, sinks, scaling, keywords.get("sliding_window"))
     return attend_with_sink_keys(heads, sinks, mask, scaling)
 
 
@@ -50,12 +52,31 @@ def _is_for_flash(query: torch.Tensor) -> bool:
 
 def mark_whole_batches(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Forward pre-hook of a decoder: add `WITHOUT_PADDING` to a call that has no mask, no positions and no
-    cache. Its layers then attend causally to all tokens.
+    cache, and let it create no masks. Its layers then attend causally to all tokens.
+
+    transformers 5.17 copies a number from the host to create a mask, which a CUDA graph cannot record.
     """
     others = ("attention_mask", "position_ids", "past_key_values")
     if len(arguments) > 1 or any(keywords.get(name) is not None for name in others):
         return None
-    return arguments, {**keywords, WITHOUT_PADDING: True}
+    masks = dict.fromkeys(model.config.layer_types)
+    return arguments, {**keywords, "attention_mask": masks, WITHOUT_PADDING: True}
+
+
+def mask_of(x: torch.Tensor, mask: torch.Tensor | None, keywords: dict[str, Any]) -> torch.Tensor | None:
+    """Return the mask of an attention's call with the input `x` (..., S, N). A call that is known to have no
+    padding brings none, and gets a causal one (1, 1, S, S) in the dtype of `x`.
+    """
+    import torch
+
+    if mask is not None or not keywords.get(WITHOUT_PADDING):
+        return mask
+    length, window = x.size(-2), keywords.get("sliding_window")
+    order = torch.arange(length, device=x.device)
+    apart = order[:, None] - order
+    hidden = (apart < 0) | (apart >= (window or length))
+    causal = torch.zeros(1, 1, length, length, dtype=x.dtype, device=x.device)
+    return causal.masked_fill_(hidden, torch.finfo(x.dtype).min)
 
 
 def attend_causally(
@@ -152,15 +173,12 @@ def _autograd() -> Any:
     return SinkAttention
 
 
-def _takes(module: Any, heads: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float) -> bool:
-    """Return True if this file supports this call of an attention with a sink for each head."""
+def _is_added(mask: torch.Tensor | None, heads: Sequence[torch.Tensor]) -> bool:
+    """Return True if this mask is added to the scores (S, T) of all tokens."""
     return (
-        module.training
-        and dropout == 0.0
-        and mask is not None
+        mask is not None
         and mask.is_floating_point()
         and mask.shape[-2:] == (heads[0].size(2), heads[1].size(2))
-        and not getattr(module.config, "output_attentions", False)
     )
 
 

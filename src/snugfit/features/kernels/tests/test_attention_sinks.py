@@ -12,7 +12,7 @@ import torch
 
 from snugfit.features.kernels.attention import attend
 from snugfit.features.kernels.decoders import sinks as own
-from snugfit.features.kernels.decoders.sinks import attend_causally, attend_with_sink_keys
+from snugfit.features.kernels.decoders.sinks import WITHOUT_PADDING, attend_causally, attend_with_sink_keys
 
 HEADS, GROUPS, WIDTH = 6, 3, 12
 
@@ -127,13 +127,19 @@ def test_calls_with_another_form_run_the_model_s_own_code() -> None:
         assert own.attend(*changed, 0.3, known) is None
 
 
-def test_a_module_s_call_uses_the_kernels() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_module_s_call_uses_the_kernels(whole: bool) -> None:
+    """A call that is known to have no padding brings no mask, and gets a causal one with a window."""
     file = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     heads, sinks, mask = inputs(8, torch.float32)
+    known = {"s_aux": sinks, "sliding_window": 3, WITHOUT_PADDING: whole}
+    if whole:
+        mask = own.mask_of(heads[0], None, known)
+        assert mask[0, 0].eq(0).equal(torch.ones(8, 8).tril().triu(-2).bool())
     owner = type("Attention", (SimpleNamespace,), {"__module__": file.__name__})(**vars(module()))
     owner.sinks = sinks
     with patch.object(own, "attend_with_sink_keys", wraps=attend_with_sink_keys) as ours:
-        out, scores = attend(owner, heads, mask, 0.0, 0.3, {"s_aux": sinks})
+        out, scores = attend(owner, heads, None if whole else mask, 0.0, 0.3, known)
     assert ours.call_count == 1
     assert scores is None
     expected, _ = file.eager_attention_forward(owner, *heads, mask, scaling=0.3)
