@@ -111,6 +111,12 @@ def _ctc_backward(arguments: Sequence[Any], out: Any) -> Scratch:
     return (OUTPUTS, *nest(Buffer("log beta", _nbytes(arguments[6]))))
 
 
+def _softmax_forward(arguments: Sequence[Any], out: Any) -> Scratch:
+    # A non-contiguous input is copied (`host_softmax`, `native/cuda/SoftMax.cu`). Logits of pictures are, if
+    # their channels are the last dimension in memory.
+    return (OUTPUTS, *_contiguous_copy(arguments[0]))
+
+
 def _log_softmax_backward(arguments: Sequence[Any], out: Any) -> Scratch:
     # A non-contiguous gradient is copied (`host_softmax_backward`, `native/SoftMax.cpp`).
     gradient = arguments[0]
@@ -489,5 +495,7 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::embedding": indexing.embedding,
     "aten::max": _max_of_all,
     "aten::_ctc_loss_backward": _ctc_backward,
+    "aten::_softmax": _softmax_forward,
+    "aten::_log_softmax": _softmax_forward,
     "aten::_log_softmax_backward_data": _log_softmax_backward,
 }
