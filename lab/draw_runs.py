@@ -5,6 +5,7 @@
     python lab/draw_runs.py FOLDER --top 12 [...]         the best recipes of each drawn job's plan
     python lab/draw_runs.py FOLDER --adapters [...]       decoders with LoRA in snugfit's kernels; on several
                                                           GPUs also in compiled layers
+    python lab/draw_runs.py FOLDER --tasks [...]          the tasks that features add
 
 Each command writes one result into FOLDER; `snugfit accuracy --measure FILE` measures its runs on the GPU.
 
@@ -24,12 +25,13 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import task_draws
 from families import DECODER, FAMILIES, Family
 
 from snugfit.errors import SnugfitError
@@ -139,19 +141,19 @@ class DrawnJob:
     recipe: Recipe
 
 
-def proposals(seed: int, number: int, gpus: int = 1, *, adapters: bool = False) -> Iterator[DrawnJob]:
+def proposals(seed: int, number: int, gpus: int = 1, *, only: str = "") -> Iterator[DrawnJob]:
     """Yield valid draws for this number on so many GPUs.
 
     The first one is the draw unless its model cannot be built. On several GPUs, sizes are those of one GPU's
-    share. With `adapters`, only draws of decoders with LoRA in snugfit's kernels are valid, and on several
-    GPUs those in compiled layers.
+    share. With `only="adapters"`, only draws of decoders with LoRA in snugfit's kernels are valid, and on
+    several GPUs those in compiled layers. With `only="tasks"`, jobs have the tasks of `task_draws.py`.
     """
-    family = _family(seed, number, DECODERS if adapters else FAMILIES)
+    family = _family(seed, number, DRAWN_FROM[only]())
     rng = random.Random(f"snugfit {seed} {number}")
     for _ in range(MAX_PROPOSALS):
-        job = _draw_job(family, rng)
+        job = _draw_job(family, rng, only)
         recipe = draw_recipe(job, rng, gpus) if job else None
-        if job and recipe and (not adapters or _has_adapters(recipe, gpus)):
+        if job and recipe and (only != "adapters" or _has_adapters(recipe, gpus)):
             job = replace(job, batch_size=job.batch_size * gpus)
             yield DrawnJob(number=number, family=family.name, job=job, recipe=recipe)
 
@@ -161,16 +163,31 @@ def _has_adapters(recipe: Recipe, gpus: int) -> bool:
     return recipe[Slot.ADAPTERS].name in ("lora", "qlora") and is_fast
 
 
-def _family(seed: int, number: int, families: Sequence[Family]) -> Family:
+DRAWN_FROM: dict[str, Callable[[], Sequence[Family | task_draws.MediaFamily]]] = {
+    "": lambda: FAMILIES,
+    "adapters": lambda: DECODERS,
+    "tasks": task_draws.families,
+}
+"""Families of a draw, by its kind."""
+
+
+def _family(
+    seed: int, number: int, families: Sequence[Family | task_draws.MediaFamily]
+) -> Family | task_draws.MediaFamily:
     order = list(families)
     random.Random(f"snugfit {seed}").shuffle(order)
     return order[number % len(order)]
 
 
-def _draw_job(family: Family, rng: random.Random) -> Job | None:
+def _draw_job(family: Family | task_draws.MediaFamily, rng: random.Random, only: str) -> Job | None:
     """Draw a job of this family. Return None if it is too small or too large."""
+    if isinstance(family, task_draws.MediaFamily):
+        try:
+            return task_draws.media_job(family, rng)
+        except SnugfitError:  # for example, more tokens of pictures than the sequence has
+            return None
     config, sizes = draw_config(family, read_preset(family.preset), rng)
-    task = rng.choice(family.tasks)
+    task = Task(rng.choice(task_draws.OF_TEXTS[family.name] if only == "tasks" else family.tasks))
     batch = round(2 ** rng.uniform(0, 6))
     sequence, target = _draw_length(family.longest, rng), _draw_length(min(family.longest, 448), rng)
     padded = rng.random() < 0.25 and task != "image-classification"
@@ -181,7 +198,7 @@ def _draw_job(family: Family, rng: random.Random) -> Job | None:
         dtype="float32",
         model=Model.from_config(check_facts(config, where=name), name=name, origin="drawn"),
         task=task,
-        phase=Phase.EVALUATE if rng.random() < EVALUATION_SHARE else Phase.TRAIN,
+        phase=Phase.EVALUATE if rng.random() < EVALUATION_SHARE and only != "tasks" else Phase.TRAIN,
         batch_size=batch,
         sequence_length=sequence,
         target_length=target,
@@ -228,14 +245,14 @@ def draw_training_jobs(seed: int, count: int) -> list[Job]:
     return [next(drawn.job for drawn in stream if drawn.job.trains) for stream in streams]
 
 
-def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1, adapters: bool = False) -> ComparedRun:
+def predict_draw(seed: int, gpu: Gpu, number: int, *, gpus: int = 1, only: str = "") -> ComparedRun:
     """Return the draw of this number, predicted for so many GPUs.
 
     Recipes that the model does not support are skipped.
     """
     drawn = (
         ComparedRun(number=number, family=one.family, job=one.job, recipe=one.recipe, gpus=gpus)
-        for one in proposals(seed, number, gpus, adapters=adapters)
+        for one in proposals(seed, number, gpus, only=only)
     )
     run = next(predict_each(drawn, gpu), None)
     if run is None:
@@ -251,10 +268,10 @@ def draw_runs(
     *,
     gpus: int = 1,
     workers: int = 1,
-    adapters: bool = False,
+    only: str = "",
 ) -> Accuracy:
     """Draw `count` runs from `seed`, predict each for so many of `gpu`, and write them."""
-    draw = partial(predict_draw, seed, gpu, gpus=gpus, adapters=adapters)
+    draw = partial(predict_draw, seed, gpu, gpus=gpus, only=only)
     runs = map_in_processes(draw, range(count), workers=workers)
     return writer.record(score.empty_result(gpu, seed, "drawn", gpus), runs, count)
 
@@ -272,6 +289,7 @@ def main() -> None:
     several.add_argument("--within-job", type=int, default=0)
     several.add_argument("--top", type=int, default=0)
     several.add_argument("--adapters", action="store_true")
+    several.add_argument("--tasks", action="store_true")
     given = parser.parse_args()
     if given.gpus > 1 and (given.within_job or given.top):
         parser.error("--gpus draws single runs")
@@ -281,16 +299,13 @@ def main() -> None:
         given.within_job or given.top,
         given.workers,
     )
+    only = "adapters" if given.adapters else "tasks" if given.tasks else ""
     kind = "within-job" if given.within_job else "top" if given.top else "drawn"
-    stem = (
-        f"seed{seed}"
-        + ("-adapters" if given.adapters else "")
-        + (f"-gpus{given.gpus}" if given.gpus > 1 else "")
-    )
+    stem = f"seed{seed}" + (f"-{only}" if only else "") + (f"-gpus{given.gpus}" if given.gpus > 1 else "")
     writer = score.RunWriter(given.folder / file_name(stem, kind, recipes), measured=False, tell=print)
     if kind == "drawn":
         draw_runs(seed, given.draw, gpu, writer, gpus=given.gpus, workers=workers,
-                  adapters=given.adapters)  # fmt: skip
+                  only=only)  # fmt: skip
         return
     jobs = draw_training_jobs(seed, given.draw)
     if kind == "within-job":

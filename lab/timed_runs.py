@@ -1,10 +1,11 @@
-"""Time drawn runs on a GPU one after the other in one process, with the prices of the host beside them.
+"""Measure drawn runs on a GPU one after the other in one process, with the prices of the host beside them.
 
-    python lab/timed_runs.py OUT.json DRAWN.json [--seconds 60] [--device cuda]
+    python lab/timed_runs.py OUT.json DRAWN.json [--seconds 60] [--device cuda] [--steps 120]
     python lab/timed_runs.py OUT.json DRAWN.json --probes    # the host probes of earlier calibrations too
 
 DRAWN.json is a file of `draw_runs.py`. Each run has the mean seconds of its undisturbed steps, and the mean
-clock, watts and temperature of its timed steps. The prices of `host_probe.py` are measured before and after.
+clock, watts and temperature of its timed steps. It has the allocator's peaks too, and the bytes that earlier
+runs left behind. The prices of `host_probe.py` are measured before and after.
 Predictions are made later (`lab/host_rules.py`), so that the GPU waits for none.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from snugfit.documents import write_document
-from snugfit.errors import SnugfitError, one_line
+from snugfit.errors import one_line
 from snugfit.features.calibration.host_probe import measure_prices
 from snugfit.features.calibration.power_probe import PowerReadings
 from snugfit.job.job import Job
@@ -73,18 +74,37 @@ class Clock:
         }
 
 
-def timed(job: Job, recipe: Recipe, predicted: float | None, device: str, clock: Clock) -> dict[str, Any]:
-    """Return the seconds of one run."""
+def forget_earlier_runs() -> int:
+    """Free what earlier runs left in the allocator, and return the bytes that stay allocated."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peaks() -> dict[str, int]:
+    """Return the peaks of the allocator since the last reset, in bytes."""
+    stats = torch.cuda.memory_stats()
+    return {
+        f"{kind}_bytes": stats[f"{kind}_bytes.all.peak"] for kind in ("requested", "allocated", "reserved")
+    }
+
+
+def timed(job: Job, recipe: Recipe, steps: int, device: str, clock: Clock) -> dict[str, Any]:
+    """Return the seconds and the peaks of one run."""
+    left = forget_earlier_runs() if device == "cuda" else 0
     core = QuietCore()
     step = open_step(job, recipe.setup(), "plain", torch.device(device))
     watch = Stopwatch(torch.device(device), WARMUP, core=core)
     try:
-        step.run(WARMUP + min(120, steady_steps(predicted)), watch)
+        step.run(WARMUP + steps, watch)
         timing = timing_of(watch.seconds(), job.batch_size, watch.quiet())
     finally:
         core.release()
     assert timing is not None
     row = {"step_seconds": timing.step_seconds, "spread": timing.spread, "steps": timing.steps}
+    row |= peaks() | {"left_bytes": left} if device == "cuda" else {}
     row |= {"every_step_seconds": timing.every_seconds, "disturbed": core.disturbed_share()}
     return row | {"loop_seconds": core.loop_seconds()} | clock.since(watch.timed_from or 0.0)
 
@@ -109,6 +129,7 @@ def main() -> None:
     parser.add_argument("drawn", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--probes", action="store_true")
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
@@ -122,15 +143,13 @@ def main() -> None:
             break
         row: dict[str, Any] = {"job": job.to_json(), "recipe": recipe}
         try:
-            row |= timed(job, Recipe.parse(recipe), predicted, given.device, clock)
-        except (SnugfitError, RuntimeError) as refused:
+            steps = min(given.steps, steady_steps(predicted))
+            row |= timed(job, Recipe.parse(recipe), steps, given.device, clock)
+        except Exception as refused:  # the next runs are measured all the same
             row["refused"] = one_line(refused)
         document["rows"].append(row)
         print(row.get("step_seconds"), row.get("mhz"), job.model.name, recipe, file=sys.stderr, flush=True)
         write_document(given.out, document)
-        gc.collect()
-        if given.device == "cuda":
-            torch.cuda.empty_cache()
     document["host_after"] = measure_prices(given.device)
     write_document(given.out, document)
 

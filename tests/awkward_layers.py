@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from awkward_modules import LENGTH, ROWS, WIDTH, Numbers, Words, awkward, masked, numbers, words
+from awkward_modules import LENGTH, ROWS, WIDTH, WORDS, Numbers, Words, awkward, masked, numbers, words
 
 HEADS = 4
 RNN = "a CPU runs LSTMs in oneDNN, with buffers of its own"
@@ -354,6 +354,22 @@ class WeighsBinaryCrossEntropy(_WithLoss):
     def criterion(self, scores: Tensor, target: Tensor) -> Tensor:
         weights = torch.ones_like(scores[0, 0])
         return F.binary_cross_entropy_with_logits(2 * scores, target, target, pos_weight=weights)
+
+
+@awkward()
+class KeepsChannelsLast(nn.Module):
+    """A map of features from tokens, whose channels stay the last dimension in memory up to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.mix, self.classes = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 8, 1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        features = self.embed(ids).unflatten(1, (8, 8)).permute(0, 3, 1, 2)
+        scores = F.interpolate(self.classes(self.mix(features).relu()), scale_factor=4, mode="bilinear")
+        classes = labels.unflatten(1, (8, 8)).repeat_interleave(4, 1).repeat_interleave(4, 2)
+        return F.cross_entropy(scores, classes % 8)
 
 
 @awkward(numbers)

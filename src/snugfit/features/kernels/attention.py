@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from snugfit.features.kernels.decoders import sinks
 from snugfit.features.kernels.operations.operators import activation_dtype, has_kernel
 
 if TYPE_CHECKING:
@@ -48,82 +49,14 @@ def attend(
     # The model itself would call the eager function of its own file.
     eager = sys.modules[type(module).__module__].eager_attention_forward
     run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    if implementation == "eager" and takes_sinks(module, heads, mask, dropout, keywords):
-        assert mask is not None
-        return attend_with_sinks(heads, keywords["s_aux"], mask, scaling), None
     query, key, value = heads
+    if keywords.get("s_aux") is not None and implementation == "eager":
+        out = sinks.attend(module, heads, mask, dropout, scaling, keywords)
+        if out is not None:
+            return out, None
+    mask = sinks.mask_of(query, mask, keywords)
     out, scores = run(module, query, key, value, mask, dropout=dropout, scaling=scaling, **keywords)
     return out.reshape(*out.shape[:-2], -1), scores
-
-
-def takes_sinks(
-    module: Any, heads: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float, keywords: Any
-) -> bool:
-    """Return True if `attend_with_sinks` supports this call of an attention with a sink for each head."""
-    return (
-        keywords.get("s_aux") is not None
-        and module.training
-        and dropout == 0.0
-        and mask is not None
-        and mask.is_floating_point()
-        and mask.shape[-2:] == (heads[0].size(2), heads[1].size(2))
-        and not getattr(module.config, "output_attentions", False)
-    )
-
-
-SINK_COLUMNS = 8
-"""Keys and columns of a head that are added for a sink. The attention kernels need multiples of 8."""
-
-SINK_PARTS = 3
-"""Numbers of 16 bits whose sum is one of 32 bits."""
-
-
-def attend_with_sinks(
-    heads: Sequence[torch.Tensor], sinks: torch.Tensor, mask: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Return attention of queries (B, H, S, D) to keys and values (B, H / g, T, D), as (B, S, H * D). Each
-    head attends also to a sink of the score `sinks` (H,) and the value 0.
-
-    The sink is one more key. It is 1 in the columns after D, and 0 in all others. The queries have
-    s / scaling there, in parts whose sum is exact. So torch's kernels compute the softmax over tokens and
-    sink, and no tensor (S, T) of scores is written. `mask` (B, 1, S, T) is added to the scores of tokens.
-    """
-    import torch
-    from torch.nn.functional import pad
-
-    query, key, value = heads
-    tokens, width, groups = key.size(2), key.size(3), query.size(1) // key.size(1)
-    columns = pad(
-        _parts(sinks.to(torch.promote_types(sinks.dtype, torch.float32)) / scaling, query.dtype)[
-            None, :, None
-        ],
-        (0, SINK_COLUMNS - SINK_PARTS),
-    )
-    query = torch.cat([query, columns.expand(*query.shape[:3], -1)], dim=-1)
-    # The number of keys is a multiple of 8, so that rows of the mask are aligned.
-    added = (0, SINK_COLUMNS, 0, SINK_COLUMNS - tokens % SINK_COLUMNS)
-    key, value = (pad(tensor, added).repeat_interleave(groups, dim=1) for tensor in (key, value))
-    with torch.no_grad():
-        key[:, :, tokens, width : width + SINK_PARTS] = 1.0
-    bias = pad(mask.to(query.dtype), (0, added[-1]), value=-torch.inf)
-    bias[..., tokens] = 0.0
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
-    return out[..., :width].transpose(1, 2).flatten(2)
-
-
-def _parts(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of this dtype (H, 3) whose sum is the values (H,), with the gradient at the first."""
-    import torch
-
-    first = values.to(dtype)
-    parts, rest = (
-        [first],
-        values.detach().to(torch.promote_types(values.dtype, torch.float32)) - first.detach(),
-    )
-    while len(parts) < SINK_PARTS:
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1]
-    return torch.stack(parts, dim=-1)
 
 
 def without_mask(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

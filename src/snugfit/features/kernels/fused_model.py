@@ -18,6 +18,7 @@ from snugfit.features.kernels import encoders
 from snugfit.features.kernels.attention import without_mask
 from snugfit.features.kernels.decoders import modules as decoders
 from snugfit.features.kernels.decoders.experts.modules import fuse_experts
+from snugfit.features.kernels.decoders.sinks import mark_whole_batches
 from snugfit.features.kernels.decoders.tiled_mlp import TOKENS
 from snugfit.features.kernels.head.chunked_loss import LOSS_KERNEL
 from snugfit.features.kernels.operations.adapted import FusedForward, drops_inputs
@@ -60,7 +61,7 @@ def remove_fused(model: torch.nn.Module) -> None:
         for name in (encoders.SITE, RECOMPUTES, TOKENS, LOSS_KERNEL):
             vars(module).pop(name, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is without_mask:
+            if hook in (without_mask, mark_whole_batches):
                 del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
 
 

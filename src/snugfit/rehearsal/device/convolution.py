@@ -60,33 +60,61 @@ Such a gradient has at most 49 patches per image and more than 8 samples (8 samp
 def forward(arguments: Sequence[Any], out: Any) -> Scratch:
     """Return the temporary buffers of `convolution(input, weight, ...)`."""
     x, weight = arguments[0], arguments[1]
-    # Three recorded shapes with 42 million or more input elements copied nothing either. No rule here covers
-    # them.
-    if (_is_of_patches(x, weight, out) and out.size(1) <= NARROW) or not _copies(x, weight, out, "forward"):
-        return ()
+    copies = _in_layout(x, weight)
+    # With channels last, the kernels read the operands themselves. Three recorded shapes with 42 million or
+    # more input elements copied nothing either. No rule here covers them.
+    few = _is_of_patches(x, weight, out) and out.size(1) <= NARROW
+    if _is_channels_last(x, weight) or few or not _copies(x, weight, out, "forward"):
+        return nest(*copies, during=(OUTPUTS,)) if copies else ()
     # This size was exact for every recorded convolution in half precision.
-    return (OUTPUTS, *_workspace(x, weight, out, padded=x.element_size() < 4))
+    return nest(*copies, during=(OUTPUTS, *_workspace(x, weight, out, padded=x.element_size() < 4)))
 
 
 def backward(arguments: Sequence[Any], out: Sequence[Any], summed: Scratch = ()) -> Scratch:
     """Return the temporary buffers of `convolution_backward(grad_output, input, weight, ...)`.
 
-    They are a contiguous copy of `grad_output` if needed, and a workspace for each computed gradient. After
-    the copy is freed, the bias's gradient follows, a sum with the temporary buffers `summed`. Sources:
-    `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and `native/Convolution.cpp`.
+    They are contiguous copies of `grad_output` and the input if needed, and a workspace for each computed
+    gradient. After the copies are freed, the bias's gradient follows, a sum with the temporary buffers
+    `summed`. Sources: `cudnn_convolution_backward` (`native/cudnn/ConvShared.cpp`) and
+    `native/Convolution.cpp`.
     """
     gradient, x, weight = arguments[0], arguments[1], arguments[2]
-    copy = Buffer("gradient", gradient.numel() * gradient.element_size())
-    copies = () if gradient.is_contiguous() else (copy,)
-    copied = _copies(x, weight, gradient, "backward")
+    copies = _in_layout(x, weight, gradient)
+    copied = not _is_channels_last(x, weight) and _copies(x, weight, gradient, "backward")
     # This size was exact in half precision, except for up to 2 KiB at the end.
     workspace = _workspace(x, weight, gradient, padded=True) if copied else ()
-    of_weight = _workspace_of_parts(x, weight, gradient) if _is_of_patches(x, weight, gradient) else workspace
+    of_patches = _is_of_patches(x, weight, gradient)
+    of_weight = _workspace_of_parts(x, weight, gradient) if copied and of_patches else workspace
     numbers = [number for number, gradient in enumerate(out[:2]) if gradient is not None]
     gradients = tuple(
         entry for number in numbers for entry in (output(number), *(workspace, of_weight)[number])
     )
     return (*nest(*copies, during=gradients), output(2), *summed)
+
+
+def _is_channels_last(x: Any, weight: Any) -> bool:
+    import torch
+
+    from snugfit.rehearsal.device.shapes import layout_of_convolution
+
+    return layout_of_convolution(x, weight) is not torch.contiguous_format
+
+
+def _in_layout(x: Any, weight: Any, gradient: Any = None) -> list[Buffer]:
+    """Return the copies of operands that do not have the convolution's layout.
+
+    An input (B, C, S) is copied to channels first (`convolution`, `native/Convolution.cpp`). Tensors of
+    pictures (B, C, H, W) have the layout that input or weight suggests.
+    """
+    from snugfit.rehearsal.device.shapes import layout_of_convolution
+
+    layout = layout_of_convolution(x, weight)
+    operands = {"gradient": gradient, "input": x, "weight": weight}
+    return [
+        Buffer(f"{name} in layout", operand.numel() * operand.element_size())
+        for name, operand in operands.items()
+        if operand is not None and not operand.is_contiguous(memory_format=layout)
+    ]
 
 
 def _workspace(x: Any, weight: Any, out: Any, *, padded: bool) -> Scratch:

@@ -512,6 +512,8 @@ _COMPOSED: dict[str, Callable[[Sequence[Any], Any], Scratch]] = {
     "aten::embedding": indexing.embedding,
     "aten::max": _max_of_all,
     "aten::_ctc_loss_backward": _ctc_backward,
+    "aten::_softmax": _first_copy,
+    "aten::_log_softmax": _first_copy,
     "aten::_log_softmax_backward_data": _first_copy,
     "aten::_softmax_backward_data": _first_copy,
 }

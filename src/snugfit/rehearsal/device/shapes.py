@@ -135,6 +135,22 @@ def margin_backward(gradient: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.T
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def layout_of_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Return the memory layout of a convolution's results. Input and weight alone determine it
+    (`determine_backend_memory_format`, `native/Convolution.cpp`).
+    """
+    layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
+    return layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Return an empty tensor for the result of a convolution. On `meta`, its channels are never the last
+    dimension in memory.
+    """
+    out = torch.ops.aten.convolution.default(x, weight, *others)
+    return torch.empty_like(out, memory_format=layout_of_convolution(x, weight))
+
+
 def convolution_backward(
     gradient: torch.Tensor,
     x: torch.Tensor,
@@ -142,15 +158,10 @@ def convolution_backward(
     bias_sizes: Sequence[int] | None,
     *options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return empty tensors for the requested gradients of a convolution's input, weight and bias.
-
-    Input and weight alone determine a channels-last layout (`determine_backend_memory_format`,
-    `native/Convolution.cpp`).
-    """
+    """Return empty tensors for the requested gradients of a convolution's input, weight and bias."""
     # Releases differ in this memory layout. Accumulation copies a gradient whose layout differs from its
     # weight's.
-    layouts = [torch._prims_common.suggest_memory_format(operand) for operand in (x, weight)]
-    layout = layouts[0] if layouts[0] is not torch.contiguous_format else layouts[1]
+    layout = layout_of_convolution(x, weight)
 
     def like(operand: torch.Tensor) -> torch.Tensor:
         return torch.empty(operand.shape, dtype=gradient.dtype, device="meta", memory_format=layout)
@@ -199,6 +210,7 @@ SHAPE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.binary_cross_entropy.default: binary_cross_entropy,
     torch.ops.aten.multi_margin_loss_backward.default: margin_backward,
     torch.ops.aten.multilabel_margin_loss_backward.default: margin_backward,
+    torch.ops.aten.convolution.default: convolution,
     torch.ops.aten.convolution_backward.default: convolution_backward,
     torch.ops.aten.addmm.dtype: addmm_in,
     torch.ops.aten.addmm.dtype_out: addmm_in_place,

@@ -313,7 +313,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
     The registry has no grouped products. Its formulas for attention do not support grouped queries: keys and
     values then count once per query head that uses them. They also count the half that a causal mask skips,
-    which is subtracted here.
+    and all tokens before a window, which are subtracted here.
     """
     if func._schema.name == "aten::_grouped_mm":
         return _grouped_flops(args[0], args[1])
@@ -335,7 +335,13 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         operand for operand in args if not isinstance(operand, torch.dtype)
     )  # a product's `out_dtype`
     spared = 2 if _argument(func, args, kwargs, "is_causal") else 1
-    return int(formula(*args, **kwargs, out_val=out)) // spared
+    whole = int(formula(*args, **kwargs, out_val=out)) // spared
+    window = _argument(func, args, kwargs, "window_size_left")
+    if spared == 1 or window is None or window < 0:
+        return whole
+    # A tile of queries reads the window of its first token, and the tile's own keys.
+    share = min(1.0, (window + TILE) / max(1, _argument(func, args, kwargs, "max_k")))
+    return int(whole * share * (2 - share))
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:

@@ -302,13 +302,15 @@ class ValueReads:
 
 
 @contextlib.contextmanager
-def numbers_watched(questions: ValueReads, shadows: Shadows) -> Iterator[None]:
+def numbers_watched(
+    questions: ValueReads, shadows: Shadows, count_copy: Callable[[], None]
+) -> Iterator[None]:
     """Context in which the simulation follows numbers that pass between torch and plain Python without an
     operator.
 
     Numbers pass from torch to Python by `.item()`, `.tolist()`, `.numpy()` and formatting. `torch.tensor` of
-    numbers creates a tensor on `meta`, and the numbers are tracked on the CPU. For lists in an index, see
-    `lists_in_index` in `asker.py`.
+    numbers creates a tensor on `meta`, and the numbers are tracked on the CPU. On a GPU, torch copies them
+    from the host, so `count_copy` is called. For lists in an index, see `lists_in_index` in `asker.py`.
     """
     item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
     show, make = torch.Tensor.__format__, torch.tensor
@@ -327,6 +329,9 @@ def numbers_watched(questions: ValueReads, shadows: Shadows) -> Iterator[None]:
     def make_with_shadow(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
         data = _numbers_of(data) if isinstance(data, (list, tuple)) else data
         tensor: torch.Tensor = make(data, *arguments, **keywords)
+        # Operators read a number that stays on the host as an argument.
+        if tensor.is_meta and tensor.numel() and keywords.get("device") is not None:
+            count_copy()
         if any(isinstance(element, AssumedFloat) for element in (data if isinstance(data, list) else [data])):
             if not tensor.is_meta:
                 shadows.set_unsure(tensor)

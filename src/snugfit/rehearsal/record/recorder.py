@@ -144,10 +144,13 @@ class Recorder(TorchDispatchMode, Observer):
         """
         return True
 
+    def _count_host_copy(self) -> None:
+        self.host_copies += 1
+
     def __enter__(self) -> Recorder:
         self._writes_in_place = sole_owner(self.policy).writes_in_place
         self._undo.enter_context(self._modules.follow())
-        self._undo.enter_context(numbers_watched(self._questions, self._shadows))
+        self._undo.enter_context(numbers_watched(self._questions, self._shadows, self._count_host_copy))
         self._undo.enter_context(copies_recorded(self._add_to_last_step, self.wait))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -30,6 +30,7 @@ from snugfit.features.kernels.decoders.forms import (
     MLPForm,
 )
 from snugfit.features.kernels.decoders.same_code import same_as
+from snugfit.features.kernels.decoders.sinks import mark_whole_batches, mask_of
 from snugfit.features.kernels.decoders.tiled_mlp import TOKENS, tiled_mlp
 from snugfit.features.kernels.operations.adapted import (
     AdaptedForward,
@@ -71,7 +72,21 @@ def fuse(model: torch.nn.Module) -> list[str]:
             _replace(norm, _norm, _form(norm, "RMSNorm"))
             changed[type(norm).__name__] = None
     _fuse_adapters(model)
+    _mark_whole_batches(model)
     return list(changed)
+
+
+def _mark_whole_batches(model: torch.nn.Module) -> None:
+    """Let decoders whose attention has sinks tell their layers that a batch has no padding."""
+    for module in model.modules():
+        layers = getattr(module, "layers", ())
+        attentions = [getattr(layer, "self_attn", None) for layer in layers]
+        # Code of transformers would not attend causally without a mask.
+        fused = bool(attentions) and all(
+            "forward" in vars(part) and hasattr(part, SINKS) for part in attentions
+        )
+        if fused and mark_whole_batches not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(mark_whole_batches, with_kwargs=True)
 
 
 def _single_norms(module: Any) -> list[Any]:
@@ -198,6 +213,8 @@ def _attend(
     heads = _heads(self, form, position_embeddings)
     # An adapter may have replaced a layer since the model was built.
     if projections is None or heads is None:
+        known = {SLIDING: getattr(self, SLIDING, None), **keywords}
+        attention_mask = mask_of(hidden_states, attention_mask, known)
         return original(  # type: ignore[no-any-return]
             hidden_states, position_embeddings, attention_mask, past_key_values, **keywords
         )

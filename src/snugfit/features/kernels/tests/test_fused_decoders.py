@@ -489,3 +489,19 @@ def test_the_kernels_do_what_the_references_do(device: str, tmp_path: Path) -> N
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and SNUGFIT_TEST_GPU=1")
     script_in_triton(Path(__file__).with_name("decoders_in_triton.py"), device, tmp_path / "told")
+
+
+def test_a_decoder_without_padding_creates_no_mask() -> None:
+    """gpt-oss gets the gradients of its own code, and a padded batch has its mask."""
+    pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    model = small("gpt_oss")
+    ids = torch.arange(24).view(2, 12)
+    expected = model(input_ids=ids, labels=ids).loss
+    use_fused(model)
+    calls: list[Any] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda part, given, keywords: calls.append(keywords["attention_mask"]), with_kwargs=True
+    )
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+    model(input_ids=ids, attention_mask=torch.ones(2, 12).tril(9))
+    assert [mask is None for mask in calls] == [True, False]
