@@ -185,7 +185,8 @@ def _engines_left_out(plan: Plan) -> Iterator[tuple[str, str]]:
         if not (plan.job.trains or refusal.recipes) and engines.issuperset(refusal.what.split(", ")):
             names_by_reason.setdefault(refusal.why.rstrip("."), []).append(refusal.what)
     if names_by_reason:
-        yield "left out", "; ".join(f"{', '.join(names)} ({why})" for why, names in names_by_reason.items())
+        texts = (f"{', '.join(names)} ({reason})" for reason, names in names_by_reason.items())
+        yield "left out", "; ".join(texts)
 
 
 def _mark(plan: Plan, choice: Choice) -> str:
