@@ -77,7 +77,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
 
 
 def _mark_whole_batches(model: torch.nn.Module) -> None:
-    """Let decoders whose attention has sinks tell their layers that a batch has no padding."""
+    """Mark calls without padding in decoders whose attention has sinks."""
     for module in model.modules():
         layers = getattr(module, "layers", ())
         attentions = [getattr(layer, "self_attn", None) for layer in layers]

@@ -27,8 +27,10 @@ def attend(
     scaling: float,
     keywords: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Return attention of queries (B, H, S, D) to keys and values (B, H / g, S, D), and to the sinks (H,), as
-    (B, S, H * D). Return None for a call that needs the model's own code.
+    """Return attention (B, S, H * D) of queries to keys, values and sinks. Return None for a call that needs
+    the model's own code.
+
+    Queries are (B, H, S, D), keys and values (B, H / g, S, D), and sinks (H,).
     """
     sinks, window = keywords["s_aux"], keywords.get("sliding_window")
     own = not module.training or dropout or getattr(module.config, "output_attentions", False)
