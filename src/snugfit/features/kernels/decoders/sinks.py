@@ -58,8 +58,8 @@ def mark_whole_batches(model: Any, arguments: tuple[Any, ...], keywords: dict[st
 
     transformers 5.17 copies a number from the host to create a mask, which a CUDA graph cannot record.
     """
-    others = ("attention_mask", "position_ids", "past_key_values")
-    if len(arguments) > 1 or any(keywords.get(name) is not None for name in others):
+    names = ("attention_mask", "position_ids", "past_key_values")
+    if len(arguments) > 1 or any(keywords.get(name) is not None for name in names):
         return None
     masks = dict.fromkeys(model.config.layer_types)
     return arguments, {**keywords, "attention_mask": masks, WITHOUT_PADDING: True}
@@ -152,6 +152,7 @@ def _autograd() -> Any:
         def forward(  # type: ignore[no-untyped-def]
             ctx, query, key, value, sinks, ends, longest, scaling, sides
         ):
+            """Return attention with sinks, and save what its backward pass reads."""
             out, sums, state, unused = flash((query, key, value), ends, longest, scaling, sides)
             whole = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])  # (H, N)
             out.mul_((sums - whole).exp_().t().unsqueeze(-1))
@@ -161,6 +162,7 @@ def _autograd() -> Any:
 
         @staticmethod
         def backward(ctx, slope):  # type: ignore[no-untyped-def]
+            """Return the gradients of queries, keys and values, and of trained sinks."""
             *saved, sinks, ends = ctx.saved_tensors
             slope = slope.contiguous()
             gradients = flash_backward(slope, saved, ends, *ctx.settings)
