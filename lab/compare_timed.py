@@ -3,8 +3,9 @@
     python lab/compare_timed.py OUT.json TIMED.json ... [--rates CALIBRATION.json]    adds runs that OUT lacks
     python lab/compare_timed.py OUT.json --summary                                    prints the errors
 
-Bytes that earlier runs of the process left allocated are subtracted. Reserved bytes are compared where the
-recipe has no allocator setting, because the process has one allocator for all runs.
+Bytes that earlier runs of the process left allocated are subtracted, and the summary leaves out runs with
+more than `MOST_LEFT` of them. Reserved bytes are compared where the recipe has no allocator setting, because
+the process has one allocator for all runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from snugfit.techniques.recipe import Recipe
 from snugfit.versions import versions
 
 KINDS = ("requested", "allocated", "reserved")
+MOST_LEFT = 1 << 20
 
 
 def predicted(row: dict[str, Any], rates: Any) -> dict[str, Any]:
@@ -47,7 +49,8 @@ def compared(row: dict[str, Any], rates: Any) -> dict[str, Any]:
     if not row.get("step_seconds"):
         return run | {"not_measured": row.get("refused")}
     left = row.get("left_bytes", 0)
-    measured = {key: row.get(key) for key in ("step_seconds", "spread", "disturbed", "mhz", "watts")}
+    keys = ("step_seconds", "spread", "disturbed", "mhz", "watts", "left_bytes")
+    measured = {key: row.get(key) for key in keys}
     for kind in KINDS:
         if (peak := row.get(f"{kind}_bytes")) is not None:
             measured[f"{kind}_bytes"] = peak - left
@@ -61,6 +64,8 @@ def errors(rows: Sequence[dict[str, Any]], figure: str) -> Iterator[float]:
     """Yield predicted / measured - 1 of a figure."""
     for row in rows:
         compares = figure != "reserved_bytes" or "expandable" not in row["recipe"]
+        if figure.endswith("_bytes"):
+            compares &= (row.get("measured", {}).get("left_bytes") or 0) <= MOST_LEFT
         if compares and "predicted" in row and row["measured"].get(figure):
             yield row["predicted"][figure] / row["measured"][figure] - 1
 

@@ -303,6 +303,8 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> Any:
         # The check inspects the stack frames above, so it must be called here.
         checkpointed, window = _is_saved_by_a_checkpoint(), self._window
+        # An operator's own result would keep its graph alive, if no backward pass reaches it.
+        tensor = tensor if tensor.grad_fn is None else tensor.detach()
         if not self._is_offloaded(tensor):
             return tensor
         if window is None or (window.is_inside and not window.stays):
@@ -371,7 +373,6 @@ class ActivationOffload:
         offloaded: OffloadedStorage | None = known()
         # The address may belong to a newer storage, and an in-place write makes an earlier copy invalid.
         if offloaded is None or held() is not storage or offloaded.version != tensor._version:
-            # A tensor that requires gradients would keep its graph alive.
             base = tensor.detach() if tensor.requires_grad else tensor
             offloaded = OffloadedStorage(self._link(tensor.device), base)
             self._known[key] = weakref.ref(storage), weakref.ref(offloaded)

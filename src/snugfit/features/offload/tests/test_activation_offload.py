@@ -263,6 +263,22 @@ def test_a_failed_forward_pass_leaves_nothing_behind() -> None:
     assert not isinstance(kept._raw_saved_result.data, tuple)  # type: ignore[union-attr]
 
 
+def test_results_that_no_backward_pass_reaches_are_freed() -> None:
+    """A pooler's result may be in no loss, and its own operator saves it."""
+    model = Stack()
+    unused = nn.Linear(64, 64)
+    model.layers.register_forward_hook(
+        lambda layers, given, out: setattr(unused, "last", unused(out).tanh().shape)
+    )
+    offload_activations(model, ALL)
+    alive = []
+    for _ in range(2):
+        model(INPUT).backward()
+        gc.collect()
+        alive.append(sum(isinstance(one, Tensor) for one in gc.get_objects()))
+    assert alive[0] == alive[1]
+
+
 def test_a_graph_can_be_walked_twice() -> None:
     model, plain = Stack(), Stack()
     plain.load_state_dict(model.state_dict())
