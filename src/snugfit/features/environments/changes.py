@@ -86,7 +86,9 @@ class UpgradeCheck(JsonDocument):
     gpu: str | None
     """Name of the GPU model; None for none."""
     before: EnvironmentPrediction
+    """Prediction in the environment before the upgrade."""
     after: EnvironmentPrediction
+    """Prediction in the environment after the upgrade."""
     changes: tuple[ValueChange, ...] = field(default=())
     """Versions, bytes, seconds and kernels that differ, in this order."""
     argument_changes: tuple[ArgumentChange, ...] = field(default=())

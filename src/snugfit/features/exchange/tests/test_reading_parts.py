@@ -258,7 +258,7 @@ def test_a_model_that_the_trainer_loads_is_not_one_that_is_loaded_later() -> Non
         ("from transformers import AutoModelForCausalLM, TorchAoConfig\nmodel = AutoModelForCausalLM."
          "from_pretrained('a', quantization_config=TorchAoConfig('int8'))", "TorchAoConfig makes weights"),
         (
-            "from transformers import InformerForPrediction\nmodel = InformerForPrediction(c)",
+            "from transformers import PatchTSTForPretraining\nmodel = PatchTSTForPretraining(c)",
             "has no task here",
         ),
     ],

@@ -83,7 +83,7 @@ def _mark_whole_batches(model: torch.nn.Module) -> None:
         attentions = [getattr(layer, "self_attn", None) for layer in layers]
         # Code of transformers would not attend causally without a mask.
         fused = bool(attentions) and all(
-            "forward" in vars(part) and hasattr(part, SINKS) for part in attentions
+            hasattr(part, SINKS) and "forward" in vars(part) for part in attentions
         )
         if fused and mark_whole_batches not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(mark_whole_batches, with_kwargs=True)

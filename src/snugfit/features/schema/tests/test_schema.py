@@ -89,6 +89,7 @@ def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> No
     assert [choice["$ref"] for choice in printed["anyOf"]] == [
         "#/$defs/prediction",
         "#/$defs/recipe-comparison",
+        "#/$defs/session-prediction",
     ]
     assert printed["$defs"]["prediction"]["properties"]["headroom_bytes"]["x-unit"] == "bytes"
     assert run(["schema", "plans"]) == 2
