@@ -5,6 +5,7 @@ uses them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snugfit.features.offload.fields import OFFLOAD
@@ -26,6 +27,16 @@ class Offload(Feature):
         from snugfit.features.offload.handler import OffloadHandler
 
         return (OffloadHandler(),)
+
+    def simulation_overrides(
+        self, setup: Setup, policy: Any, recorder: Any, notes: Any
+    ) -> AbstractContextManager[None]:
+        """Return a context that counts the calls of the hooks on saved tensors."""
+        if OFFLOAD.of(setup) is None:
+            return nullcontext()
+        from snugfit.features.offload.activations import hooks_counted
+
+        return hooks_counted(recorder.count_interception)
 
     def layer_period(self, setup: Setup, layers: int) -> int:
         """Return the number of layers in the smallest repeating group. If only the first layers are

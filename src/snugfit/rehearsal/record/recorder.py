@@ -559,6 +559,10 @@ class Recorder(TorchDispatchMode, Observer):
         """Count a library's autograd Function in Python that runs before the next kernel."""
         self._modules.functions += 1
 
+    def count_interception(self) -> None:
+        """Count a tensor or an operator that passes through Python before the next kernel."""
+        self._modules.intercepted += 1
+
     def empty_cache(self) -> None:
         """Record that the allocator releases its cached memory (`torch.cuda.empty_cache`)."""
         self._mark(MarkKind.CACHE_EMPTIED)
