@@ -32,7 +32,7 @@ def test_layers_wait_on_the_host_where_that_costs_less(monkeypatch: pytest.Monke
     """A recipe that offloads some layers is chosen if its step is predicted to be shorter; never over a link
     that is too slow.
     """
-    this = small_job("llama", 5, batch_size=16, sequence_length=8192)
+    this = small_job("llama", 5, batch_size=4, sequence_length=32_768)
     most, least = needed(this, REST), needed(this, f"{REST} + every_layer")
     memory = (most + least) // 2
     mixed, why = resolve(this, REST, gpu="h200", memory_bytes=memory)

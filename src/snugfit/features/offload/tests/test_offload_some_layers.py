@@ -326,7 +326,7 @@ KEEP = (
 
 def planned(memory: int, more: str) -> Recipe:
     """Return the recipe of a plan, after a comparison of its bytes and seconds with its own prediction."""
-    this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
+    this = small_job("llama", DEPTH, batch_size=4, sequence_length=32_768)
     found = plan(this, gpu="h200", memory_bytes=memory, keep=f"{KEEP} + {more}", workers=1)
     assert found.best is not None
     assert found.verified
@@ -336,7 +336,7 @@ def planned(memory: int, more: str) -> Recipe:
 
 
 def needed(recipe: str) -> int:
-    this = small_job("llama", DEPTH, batch_size=16, sequence_length=8192)
+    this = small_job("llama", DEPTH, batch_size=4, sequence_length=32_768)
     footprint = predict(this, recipe, gpu="h200").footprint
     return (footprint.reserved_bytes or 0) + footprint.context_bytes
 
