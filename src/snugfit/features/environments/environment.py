@@ -22,6 +22,7 @@ import typer
 from snugfit.cli.plan_cache import folder as answers_folder
 from snugfit.errors import UsageError
 from snugfit.features.environments.pins import NAMES, Pins, mismatches, own_requirements
+from snugfit.user_files import user_path
 
 _FOLDERS = (".venv", "venv")
 """Usual names of a virtual environment's folder beside a requirements file."""
@@ -83,7 +84,7 @@ def find_environment(name: str, *, install: bool = False) -> PythonEnvironment:
     Raises `UsageError` if it does not exist, if its versions differ from the file's, or if snugfit cannot run
     in it.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.exists():
         raise UsageError(f"{name}: no such file or folder. {_ALLOWED}")
     if path.is_dir():
