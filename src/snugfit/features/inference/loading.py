@@ -3,7 +3,7 @@
 The tensors come from the model class on `meta`. The order and the copies are those of `core_model_loading.py`
 and `modeling_utils.py` (transformers 5.17 to 5.23). On the CPU, real loads have the predicted peaks
 (`tests/test_loading.py`). Seconds on a CPU are 3 to 6 % above those of loads from the page cache. They are 8
-to 23 % below those of loads from the disk (`lab/loading_seconds.py`). No GPU has measured the warm-up.
+to 23 % below those of loads from the disk (`lab/loading_seconds.py`). The warm-up was measured on no GPU.
 """
 
 from __future__ import annotations

@@ -476,8 +476,8 @@ def offload_activations(model: Any, wish: OffloadWish | None) -> None:
 def hooks_counted(count: Callable[[], None]) -> Iterator[None]:
     """Context in which `count` is called for each call of a hook, when a tensor is saved and when it is used.
 
-    A saved tensor took two H200s' hosts 22 to 34 us more than its copies, in five steps that the host bounds.
-    That is about two operators that pass through Python (results/h200-2026-12-01).
+    Each call takes as long as an operator that passes through Python. The drawn steps with `host(all)` in
+    results/h200-2026-12-01/timed-beside-predictions.json are predicted with it.
     """
     chooses, unpack = ActivationOffload._is_offloaded, ActivationOffload._unpack
 

@@ -93,7 +93,9 @@ def attend_causally(
     # The kernels take the sequences of a batch as one row, and sequences may have a window there.
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in heads]
     ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=rows[0].device)
-    sides = {} if window is None or window >= length else {"window_size_left": window - 1}
+    sides = {} if window is None or window >= length else {
+        "window_size_left": window - 1, "window_size_right": 0,
+    }  # fmt: skip
     out: torch.Tensor = _autograd().apply(*rows, sinks, ends, length, scaling, sides)
     return out.reshape(batch, length, -1)
 
@@ -106,10 +108,9 @@ def flash(
     """
     import torch
 
-    right = {"window_size_right": 0} if sides else {}
     operator = torch.ops.aten._flash_attention_forward
     results: tuple[torch.Tensor, ...] = operator(
-        *rows, ends, ends, longest, longest, 0.0, True, False, scale=scaling, **sides, **right
+        *rows, ends, ends, longest, longest, 0.0, True, False, scale=scaling, **sides
     )[:4]
     return results
 
@@ -127,12 +128,10 @@ def flash_backward(
     """
     import torch
 
-    right = {"window_size_right": 0} if sides else {}
     *tensors, state, unused = saved
     operator = torch.ops.aten._flash_attention_backward
     gradients: tuple[torch.Tensor, ...] = operator(
-        slope, *tensors, ends, ends, longest, longest, 0.0, True, state, unused, scale=scaling,
-        **sides, **right,
+        slope, *tensors, ends, ends, longest, longest, 0.0, True, state, unused, scale=scaling, **sides,
     )  # fmt: skip
     return gradients
 

@@ -13,6 +13,7 @@ import torch
 from snugfit.features.kernels.attention import attend
 from snugfit.features.kernels.decoders import sinks as own
 from snugfit.features.kernels.decoders.sinks import WITHOUT_PADDING, attend_causally, attend_with_sink_keys
+from snugfit.rehearsal.record.kernels import flops_of
 
 HEADS, GROUPS, WIDTH = 6, 3, 12
 
@@ -144,3 +145,16 @@ def test_a_module_s_call_uses_the_kernels(whole: bool) -> None:
     assert scores is None
     expected, _ = file.eager_attention_forward(owner, *heads, mask, scaling=0.3)
     torch.testing.assert_close(out, expected.flatten(2))
+
+
+@pytest.mark.parametrize(("window", "most"), [(1023, 1.0), (127, 0.45)])
+def test_flops_leave_out_tokens_before_a_window(window: int, most: float) -> None:
+    operator = torch.ops.aten._flash_attention_forward.default
+    rows = [torch.empty(1024, 4, 16, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    arguments = (*rows, ends, ends, 1024, 1024, 0.0, True, False)
+    out = operator(*arguments)
+    whole = flops_of(operator, arguments, {}, out)
+    part = flops_of(operator, arguments, {"window_size_left": window, "window_size_right": 0}, out)
+    assert whole
+    assert 128 / 1024 * whole < part <= most * whole  # type: ignore[operator]

@@ -492,7 +492,7 @@ def test_the_kernels_do_what_the_references_do(device: str, tmp_path: Path) -> N
 
 
 def test_a_decoder_without_padding_creates_no_mask() -> None:
-    """gpt-oss gets the gradients of its own code, and a padded batch has its mask."""
+    """gpt-oss has the loss of its own code, and a padded batch has its mask."""
     pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     model = small("gpt_oss")
     ids = torch.arange(24).view(2, 12)

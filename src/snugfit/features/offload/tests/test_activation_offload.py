@@ -385,6 +385,10 @@ def test_less_is_on_the_device_and_all_of_it_comes_back() -> None:
     assert not set(back) - set(out)
     assert pinned_bytes(travelling.kernels) == -(-sum(out) // SLAB_BYTES) * SLAB_BYTES
     assert not pinned_bytes(plain.kernels)
+    # Each saved tensor passes through a hook when it is saved, and through one when it is used.
+    hooks = [sum(kernel.intercepted for kernel in trace.kernels) for trace in (plain, travelling)]
+    assert hooks[0] == 0
+    assert hooks[1] >= 2 * len(out)
 
 
 def test_micro_batches_share_the_hosts_memory() -> None:
